@@ -56,7 +56,7 @@ def flops_per_token(config: ModelConfig) -> FlopsPerToken:
     nothing.
     """
     return FlopsPerToken(
-        backbone=linear_flops(num_matmul_params(config, lm_head=False)),
+        backbone=linear_flops(num_matmul_params(config, experts="active", lm_head=False)),
         lm_head=linear_flops(config.vocab_size * config.hidden_size),
     )
 
