@@ -161,13 +161,11 @@ def num_backbone_params(config: ModelConfig) -> int:
     return num_params(config) - groups["embedding"] - groups["lm_head"]
 
 
-def num_matmul_params(
-    config: ModelConfig, *, experts: Literal["active", "all"] = "all", lm_head: bool = True
-) -> int:
+def num_matmul_params(config: ModelConfig, *, experts: Literal["active", "all"] = "all", lm_head: bool = True) -> int:
     """Weights that enter a matrix product: projections, router, experts, shared gate, output head (S000-049).
 
-    Norms, biases and the lookup are left out (0.005% of Qwen2.5-7B apart from the lookup). A tied output head counts, as
-    it multiplies. "active" takes the experts of one token, so that twice it is the FLOPs per token.
+    Norms, biases and the lookup are left out (0.005% of Qwen2.5-7B apart from the lookup). A tied output head counts,
+    as it multiplies. "active" takes the experts of one token, so that twice it is the FLOPs per token.
     """
     groups = param_groups(config)
     matrices = ("attention", "mlp", "router", "experts", "shared_expert", "shared_expert_gate")
