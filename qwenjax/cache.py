@@ -1,0 +1,55 @@
+"""The KV cache: one key and one value array a layer, a length for each row, donated and updated in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step, dims, shape
+from qwenjax.ops import KV
+
+Array = jax.Array
+
+
+@struct.dataclass
+class KVCache:
+    """Keys after norm and RoPE, values as projected, for every layer.
+
+    keys, values: tuples over layers of [B, K, S, H]; S is the capacity in tokens. lengths: [B] int32, the tokens that
+    each row holds. What lies beyond a row's length is never attended.
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    lengths: Array
+
+    @property
+    def capacity(self) -> int:
+        return int(self.keys[0].shape[2])
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: str = "bfloat16") -> KVCache:
+    """An empty cache for `batch` rows of up to `capacity` tokens."""
+    shapes = cache_shapes(config, batch, capacity, dtype)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def cache_shapes(config: ModelConfig, batch: int, capacity: int, dtype: str = "bfloat16") -> KVCache:
+    """The same cache as shapes only, for tracing without memory."""
+    sizes = dims(config, Step(batch, 1, capacity))
+    layers = range(config.num_hidden_layers)
+    keys, values = (tuple(jax.ShapeDtypeStruct(shape(tensor.letters, sizes), dtype) for _ in layers) for tensor in KV)
+    return KVCache(keys, values, jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+
+def append(cached_BKSH: Array, new_BTKH: Array, lengths_B: Array) -> Array:
+    """Writes each row's one new vector (T is 1) after its last; a full row stays as it is."""
+    rows = jnp.arange(cached_BKSH.shape[0])
+    return cached_BKSH.at[rows, :, lengths_B].set(new_BTKH[:, 0], mode="drop", unique_indices=True)
+
+
+def fill(cached_BKSH: Array, new_BKTH: Array) -> Array:
+    """Writes a prompt's vectors from position 0 on."""
+    return jax.lax.dynamic_update_slice(cached_BKSH, new_BKTH, (0, 0, 0, 0))

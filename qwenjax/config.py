@@ -1,0 +1,188 @@
+"""ModelConfig: what a Hugging Face config.json says, read strictly, with Hugging Face's field names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from qwenjax.errors import InputError
+from qwenjax.hf_reader import Note, read_fields
+from qwenjax.known_models import known_model_config, known_model_names
+from qwenjax.quantization import Quantization, read_hf_quant_config
+from qwenjax.rope_config import RopeScaling
+
+# Above these a size is a slip of the pen, not a model; they also keep every count below 2^63.
+_LIMITS = {"num_hidden_layers": 4096, "hidden_size": 2**20, "vocab_size": 2**26, "intermediate_size": 2**24,
+           "num_attention_heads": 2**14, "head_dim": 2**14, "num_experts": 2**16, "moe_intermediate_size": 2**24,
+           "shared_expert_intermediate_size": 2**24, "max_position_embeddings": 2**31}  # fmt: skip
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder of the four architectures. Field names are Hugging Face's; sizes are element counts.
+
+    `from_hf` reads a config.json; the constructor checks that the sizes fit together.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_o_bias: bool = False
+    # One entry for each layer: how many positions a query sees, itself included, or None for all.
+    sliding_windows: tuple[int | None, ...] = ()
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.001
+    initializer_range: float = 0.02
+    dtype: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    quantization: Quantization | None = None
+    name: str = field(default="", compare=False)
+    notes: tuple[Note, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.sliding_windows:
+            object.__setattr__(self, "sliding_windows", (None,) * self.num_hidden_layers)
+        _check_sizes(self)
+
+    @classmethod
+    def from_hf(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ModelConfig:
+        """Reads a config.json (path, checkpoint folder, known model's name, or the parsed object).
+
+        Every key is used, known as harmless, or refused; what was taken by default or ignored is in `notes`.
+        Raises InputError with the field, the value and the remedy.
+        """
+        if isinstance(source, Mapping):
+            return cls(**read_fields(source))
+        return load_config(source)
+
+    @property
+    def is_moe(self) -> bool:
+        return bool(self.sparse_layers)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.model_type.startswith("qwen3")
+
+    @property
+    def has_shared_expert(self) -> bool:
+        return self.model_type == "qwen2_moe" and self.shared_expert_intermediate_size > 0
+
+    @cached_property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Indices of the mixture-of-experts layers; the others are dense."""
+        if not self.model_type.endswith("_moe") or self.num_experts == 0:
+            return ()
+        return tuple(i for i in range(self.num_hidden_layers)
+                     if i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0)  # fmt: skip
+
+    def with_layers(self, layers: int) -> ModelConfig:
+        """The same model cut to its first layers."""
+        if not 1 <= layers <= self.num_hidden_layers:
+            raise InputError("layers", layers, f"must be from 1 to num_hidden_layers {self.num_hidden_layers}", "Choose fewer.")
+        return replace(self, num_hidden_layers=layers, sliding_windows=self.sliding_windows[:layers],
+                       mlp_only_layers=tuple(i for i in self.mlp_only_layers if i < layers))  # fmt: skip
+
+    @property
+    def context_length(self) -> int:
+        """The longest context in tokens: max_position_embeddings, or what the RoPE scaling stretches it to."""
+        scaling = self.rope_scaling
+        if scaling is None:
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.factor * scaling.original_max_position_embeddings))
+
+
+def load_config(source: str | os.PathLike[str]) -> ModelConfig:
+    """Reads the config of a path to a config.json, a folder that holds one, or a known model's name."""
+    path = Path(source)
+    text = os.fspath(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(text, None, "the folder has no config.json", "Name a Hugging Face checkpoint folder.")
+        path = path / "config.json"
+    if path.is_file():
+        return _from_file(path)
+    if text.endswith(".json") or text.startswith((".", "/", "~")):
+        raise InputError(text, None, "no such file or folder", "Give a config.json, a checkpoint folder or a known model: "
+                         f"{', '.join(known_model_names()[:3])}, ... (`roofline models` lists them).")  # fmt: skip
+    return ModelConfig(**read_fields(known_model_config(text)), name=text.rsplit("/", 1)[-1])
+
+
+def _from_file(path: Path) -> ModelConfig:
+    folder_name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    config = ModelConfig(**read_fields(read_json(path)), name=folder_name)
+    beside = path.with_name("hf_quant_config.json")
+    if config.quantization is None and path.name == "config.json" and beside.is_file():
+        object.__setattr__(config, "quantization", read_hf_quant_config(read_json(beside)))
+    return config
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Reads one JSON object; names the file when it can't be read, isn't JSON, or names a key twice."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(items)
+        if len(result) < len(items):
+            keys = [key for key, _ in items]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InputError(f"{path}: {twice}", None, "is given twice", "Keep one of the two.")
+        return result
+
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=pairs)
+    except UnicodeDecodeError as error:
+        raise InputError(str(path), None, f"isn't UTF-8 text ({error.reason})", "Give a config.json.") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise InputError(str(path), None, f"isn't valid JSON ({error.msg}, {where})", "Correct or download the file again.") from None
+    except OSError as error:
+        raise InputError(str(path), None, f"can't be read ({error.strerror})", "Check the path and its permissions.") from None
+    if not isinstance(value, dict):
+        raise InputError(str(path), None, f"holds a JSON {type(value).__name__}, not an object", "Give a config.json.")
+    return value
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    for name, limit in _LIMITS.items():
+        value = getattr(config, name)
+        if value > limit:
+            raise InputError(name, value, f"is larger than any model's ({limit})", "Check the file.")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % kv_heads:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise InputError("num_key_value_heads", kv_heads, f"doesn't divide num_attention_heads {heads}", f"Dividing: {fitting}.")
+    if config.head_dim % 2:
+        raise InputError("head_dim", config.head_dim, "must be even: rotary embeddings pair its halves", "Check the file.")
+    if config.num_experts and config.num_experts_per_tok > config.num_experts:
+        raise InputError("num_experts_per_tok", config.num_experts_per_tok, f"is more than num_experts {config.num_experts}", "Check the file.")
+    if len(config.sliding_windows) != config.num_hidden_layers:
+        raise InputError("sliding_windows", config.sliding_windows, f"must have num_hidden_layers ({config.num_hidden_layers}) entries",
+                         "Use `with_layers` to change the depth.")  # fmt: skip
+    stray = [layer for layer in config.mlp_only_layers if not 0 <= layer < config.num_hidden_layers]
+    if stray:
+        raise InputError("mlp_only_layers", stray[0], f"is no layer of the {config.num_hidden_layers}", "Layers count from 0.")
+    if config.model_type.endswith("_moe") and not config.is_moe:
+        raise InputError("mlp_only_layers", list(config.mlp_only_layers), f"leaves no sparse layer (num_experts {config.num_experts}, "
+                         f"decoder_sparse_step {config.decoder_sparse_step})", "Use the dense model_type, or correct the fields.")  # fmt: skip

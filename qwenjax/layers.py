@@ -1,0 +1,104 @@
+"""The arithmetic of a decoder layer as pure functions, to the cast as transformers computes it.
+
+Arrays carry their dimension letters as a suffix; each contraction is the einsum of its row in `qwenjax.ops`, run under
+a named scope of the same name, so that counts of the compiled program join the inventory by name.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from qwenjax.ops import EINSUM
+from qwenjax.rope_config import RopeScaling
+
+Array = jax.Array
+
+
+def contract(op: str, x: Array, y: Array) -> Array:
+    """Runs the einsum of a named op. Float32 is kept whole on devices that would round it (TF32)."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(EINSUM[op], x, y, precision=precision)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm over the last axis: mean square in float32, cast back, then the weight in the input's dtype."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * scaled.astype(x.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[list[float], float]:
+    """Angle of each pair of channels for one position, radians, and the factor on cos and sin.
+
+    Linear scaling divides every frequency; YaRN (arXiv 2309.00071, with transformers' rounding of the range) keeps the
+    fast ones, divides the slow ones and blends between.
+    """
+    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    if scaling is None:
+        return plain, 1.0
+    if scaling.rope_type == "linear":
+        return [f / scaling.factor for f in plain], 1.0
+    low, high = (_turns_to_channel(turns, head_dim, theta, scaling.original_max_position_embeddings)
+                 for turns in (scaling.beta_fast, scaling.beta_slow))  # fmt: skip
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = high - low or 0.001
+    blends = [min(max((i - low) / span, 0.0), 1.0) for i in range(head_dim // 2)]
+    return [f * (1 - t) + f / scaling.factor * t for f, t in zip(plain, blends, strict=True)], _attention_factor(scaling)
+
+
+def _turns_to_channel(turns: float, head_dim: int, theta: float, positions: int) -> float:
+    """The channel pair that turns this often over the original context."""
+    return head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+
+def _attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+    return temperature(1.0)
+
+
+def rope_tables(positions_BT: Array, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """cos and sin, each [B, T, H/2], from float32 angles, cast to the model's dtype last."""
+    frequencies, factor = rope_frequencies(head_dim, theta, scaling)
+    angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    return (jnp.cos(angles) * factor).astype(dtype), (jnp.sin(angles) * factor).astype(dtype)
+
+
+def apply_rope(x_BTNH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
+    """Rotates the pairs (i, i + H/2) of every head; cos and sin hold H/2 channels."""
+    first, second = jnp.split(x_BTNH, 2, axis=-1)
+    cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def causal_mask(query_positions_BT: Array, key_positions_S: Array, window: int | None) -> Array:
+    """True where a query may look, [B, T, S]: not ahead, and not further back than the window, itself included."""
+    ahead = query_positions_BT[:, :, None] - key_positions_S[None, None, :]
+    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+
+
+def attention(q_BTKGH: Array, k_BKSH: Array, v_BKSH: Array, mask_BTS: Array) -> Array:
+    """Grouped-query attention, [B, T, K, G, H]: scores in the model's dtype, softmax in float32, cast back."""
+    with jax.named_scope("scores"):
+        scores_BKGTS = contract("scores", q_BTKGH, k_BKSH) * q_BTKGH.shape[-1] ** -0.5
+    with jax.named_scope("softmax"):
+        wide = jnp.where(mask_BTS[:, None, None], scores_BKGTS.astype(jnp.float32), -jnp.inf)
+        probs_BKGTS = jax.nn.softmax(wide, axis=-1).astype(q_BTKGH.dtype)
+    with jax.named_scope("values"):
+        return contract("values", probs_BKGTS, v_BKSH)
+
+
+def swiglu(gate_up: Array) -> Array:
+    """silu(gate) * up from [..., 2, F]; the activation is on the gate branch."""
+    return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]

@@ -1,0 +1,208 @@
+"""The decoder in Flax: modules whose parameters come from the inventory, and the pure functions that run them.
+
+jit sees functions of (config, params, ...): `params` is a plain dict of arrays, the state of a `Decoder`. Layers of one
+kind share one traced function, so tracing and lowering take as long as one layer, whatever the depth.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from qwenjax.cache import KVCache, append, cache_shapes, fill
+from qwenjax.config import ModelConfig
+from qwenjax.errors import InputError
+from qwenjax.layers import apply_rope, attention, causal_mask, contract, rms_norm, rope_tables, swiglu
+from qwenjax.ops import Scope
+from qwenjax.weights import Params, init_params, layer_scopes, leaves_of, param_shapes
+
+Array = jax.Array
+KeyValue = tuple[Array, Array]
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer; its arrays are those of the inventory's rows for these scopes."""
+
+    def __init__(self, config: ModelConfig, scopes: tuple[Scope, ...], params: Params) -> None:
+        self.config = config
+        self.has_shared = config.has_shared_expert
+        for leaf in leaves_of(config, scopes):
+            setattr(self, leaf, nnx.Param(params[leaf]))
+
+    def __call__(
+        self, x_BTD: Array, rope: KeyValue, mask_BTS: Array, cached: KeyValue | None, lengths_B: Array | None
+    ) -> tuple[Array, KeyValue]:
+        """Returns the new residual stream and the keys and values: the updated cache, or the prompt's own without one."""
+        with jax.named_scope("input_norm"):
+            h_BTD = rms_norm(x_BTD, self.input_norm[...], self.config.rms_norm_eps)
+        q_BTKGH, k_BTKH, v_BTKH = self.project(h_BTD, rope)
+        k_BKSH, v_BKSH, kept = self.remember(k_BTKH, v_BTKH, cached, lengths_B)
+        mixed_BTKGH = attention(q_BTKGH, k_BKSH, v_BKSH, mask_BTS)
+        with jax.named_scope("o_proj"):
+            out_BTD = contract("o_proj", mixed_BTKGH, self.o_proj[...])
+            if self.config.attention_o_bias:
+                out_BTD = out_BTD + self.o_bias[...]
+        with jax.named_scope("attention_residual"):
+            x_BTD = x_BTD + out_BTD
+        with jax.named_scope("post_norm"):
+            h_BTD = rms_norm(x_BTD, self.post_norm[...], self.config.rms_norm_eps)
+        mixed_BTD = self.mlp(h_BTD)
+        with jax.named_scope("mlp_residual"):
+            return x_BTD + mixed_BTD, kept
+
+    def project(self, h_BTD: Array, rope: KeyValue) -> tuple[Array, Array, Array]:
+        """Queries [B, T, K, G, H], keys and values [B, T, K, H]; queries and keys normed (Qwen3) and rotated."""
+        with jax.named_scope("qkv_proj"):
+            qkv_BTKJH = contract("qkv_proj", h_BTD, self.qkv_proj[...])
+            if self.config.qkv_bias:
+                qkv_BTKJH = qkv_BTKJH + self.qkv_bias[...]
+        q_BTKGH, k_BTKH, v_BTKH = qkv_BTKJH[..., :-2, :], qkv_BTKJH[..., -2, :], qkv_BTKJH[..., -1, :]
+        if self.config.qk_norm:
+            with jax.named_scope("qk_norm"):
+                q_BTKGH = rms_norm(q_BTKGH, self.q_norm[...], self.config.rms_norm_eps)
+                k_BTKH = rms_norm(k_BTKH, self.k_norm[...], self.config.rms_norm_eps)
+        with jax.named_scope("rope"):
+            batch, tokens, kv_heads, group, head_dim = q_BTKGH.shape
+            q_BTNH = apply_rope(q_BTKGH.reshape(batch, tokens, kv_heads * group, head_dim), *rope)
+            return q_BTNH.reshape(q_BTKGH.shape), apply_rope(k_BTKH, *rope), v_BTKH
+
+    def remember(
+        self, k_BTKH: Array, v_BTKH: Array, cached: KeyValue | None, lengths_B: Array | None
+    ) -> tuple[Array, Array, KeyValue]:
+        """Keys and values to attend, [B, K, S, H], and what to keep.
+
+        A prompt starts at position 0 and attends itself, so only a decode step (with lengths) reads the cache.
+        """
+        if cached is not None and lengths_B is not None:
+            with jax.named_scope("cache"):
+                kept = append(cached[0], k_BTKH, lengths_B), append(cached[1], v_BTKH, lengths_B)
+            return *kept, kept
+        k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
+        if cached is None:
+            return k_BKTH, v_BKTH, (k_BKTH, v_BKTH)
+        with jax.named_scope("cache"):
+            return k_BKTH, v_BKTH, (fill(cached[0], k_BKTH), fill(cached[1], v_BKTH))
+
+    def mlp(self, h_BTD: Array) -> Array:
+        """down(silu(gate) * up)."""
+        with jax.named_scope("gate_up_proj"):
+            gate_up_BTCF = contract("gate_up_proj", h_BTD, self.gate_up_proj[...])
+        with jax.named_scope("swiglu"):
+            hidden_BTF = swiglu(gate_up_BTCF)
+        with jax.named_scope("down_proj"):
+            return contract("down_proj", hidden_BTF, self.down_proj[...])
+
+
+class Decoder(nnx.Module):
+    """A whole model as a Flax module; `nnx.to_pure_dict(nnx.state(decoder))` is the `params` of the functions below."""
+
+    def __init__(self, config: ModelConfig, params: Params | None = None, *, seed: int = 0, dtype: str = "float32") -> None:
+        params = init_params(config, seed, dtype) if params is None else params
+        self.config = config
+        for leaf in leaves_of(config, ("model",)):
+            setattr(self, leaf, nnx.Param(params[leaf]))
+        self.layers = nnx.List([Block(config, layer_scopes(config, i), params["layers"][i]) for i in range(config.num_hidden_layers)])
+
+    def __call__(self, tokens_BT: Array) -> Array:
+        return forward(self.config, nnx.to_pure_dict(nnx.state(self, nnx.Param)), tokens_BT)
+
+
+@cache
+def _block_graph(config: ModelConfig, scopes: tuple[Scope, ...]) -> nnx.GraphDef[Block]:
+    shapes = {leaf: jax.ShapeDtypeStruct(sizes, jnp.float32) for leaf, (sizes, _) in leaves_of(config, scopes).items()}
+    return nnx.graphdef(Block(config, scopes, shapes))
+
+
+@partial(jax.jit, static_argnames=("config", "scopes"))
+def _run_block(
+    config: ModelConfig, scopes: tuple[Scope, ...], params: Params, x_BTD: Array, rope: KeyValue, mask_BTS: Array,
+    cached: KeyValue | None, lengths_B: Array | None,
+) -> tuple[Array, KeyValue]:  # fmt: skip
+    block: Block = nnx.merge(_block_graph(config, scopes), params)
+    return block(x_BTD, rope, mask_BTS, cached, lengths_B)
+
+
+def _hidden(
+    config: ModelConfig, params: Params, tokens_BT: Array, positions_BT: Array, key_positions_S: Array, cache: KVCache | None,
+    lengths_B: Array | None,
+) -> tuple[Array, list[KeyValue]]:  # fmt: skip
+    """The residual stream after the last layer, and each layer's keys and values."""
+    with jax.named_scope("embed"):
+        x_BTD = params["embed_tokens"][tokens_BT]
+    with jax.named_scope("rope"):
+        rope = rope_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, x_BTD.dtype)
+    with jax.named_scope("softmax"):
+        masks = {window: causal_mask(positions_BT, key_positions_S, window) for window in set(config.sliding_windows)}
+    kept = []
+    for i, window in enumerate(config.sliding_windows):
+        cached = None if cache is None else (cache.keys[i], cache.values[i])
+        x_BTD, kv = _run_block(config, layer_scopes(config, i), params["layers"][i], x_BTD, rope, masks[window], cached, lengths_B)
+        kept.append(kv)
+    return x_BTD, kept
+
+
+def _unembed(config: ModelConfig, params: Params, x_BUD: Array) -> Array:
+    with jax.named_scope("final_norm"):
+        x_BUD = rms_norm(x_BUD, params["final_norm"], config.rms_norm_eps)
+    with jax.named_scope("unembed"):
+        return contract("unembed", x_BUD, params["embed_tokens" if config.tie_word_embeddings else "lm_head"])
+
+
+def forward_impl(config: ModelConfig, params: Params, tokens_BT: Array) -> Array:
+    """Logits of every position, [B, T, V], of [B, T] token ids, without a cache."""
+    positions_T = jnp.arange(tokens_BT.shape[1])
+    positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
+    x_BTD, _ = _hidden(config, params, tokens_BT, positions_BT, positions_T, None, None)
+    return _unembed(config, params, x_BTD)
+
+
+def prefill_impl(config: ModelConfig, params: Params, tokens_BT: Array, lengths_B: Array, cache: KVCache) -> tuple[Array, KVCache]:
+    """Runs prompts of `lengths` tokens, right-padded to T, into an empty cache: each row's last logits [B, V], and the cache."""
+    positions_T = jnp.arange(tokens_BT.shape[1])
+    positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
+    x_BTD, kept = _hidden(config, params, tokens_BT, positions_BT, positions_T, cache, None)
+    with jax.named_scope("final_norm"):  # the output head sees one position of each row
+        last_BUD = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)
+    logits_BUV = _unembed(config, params, last_BUD)
+    keys, values = zip(*kept, strict=True)
+    return logits_BUV[:, 0], KVCache(keys, values, lengths_B.astype(jnp.int32))
+
+
+def decode_step_impl(config: ModelConfig, params: Params, tokens_B: Array, cache: KVCache) -> tuple[Array, KVCache]:
+    """Runs one token of each row at its own position: logits [B, V], and the cache one longer."""
+    key_positions_S = jnp.arange(cache.capacity)
+    x_BTD, kept = _hidden(config, params, tokens_B[:, None], cache.lengths[:, None], key_positions_S, cache, cache.lengths)
+    logits_BUV = _unembed(config, params, x_BTD)
+    keys, values = zip(*kept, strict=True)
+    return logits_BUV[:, 0], KVCache(keys, values, cache.lengths + 1)
+
+
+forward = jax.jit(forward_impl, static_argnums=0)
+prefill = jax.jit(prefill_impl, static_argnums=0, donate_argnames="cache")
+decode_step = jax.jit(decode_step_impl, static_argnums=0, donate_argnames="cache")
+
+Phase = Literal["prefill", "decode"]
+
+
+def check_runnable(config: ModelConfig) -> ModelConfig:
+    """Refuses what the estimates can count and this model code can't run."""
+    if config.is_moe:
+        raise InputError("model_type", config.model_type, "the mixture-of-experts model isn't built yet; only its costs are known",
+                         "Use a dense model.")  # fmt: skip
+    if config.quantization is not None:
+        raise InputError("quantization_config", config.quantization.method, "quantised weights don't run here; only their costs are known",
+                         "Use the unquantised checkpoint.")  # fmt: skip
+    return config
+
+
+def step_shapes(
+    config: ModelConfig, phase: Phase, batch: int, query_len: int, context: int, dtype: str = "bfloat16"
+) -> tuple[Params, tuple[jax.ShapeDtypeStruct, ...], KVCache]:
+    """Arguments of `prefill` or `decode_step` as shapes: params, what follows them, and the cache."""
+    ids = jax.ShapeDtypeStruct((batch, query_len) if phase == "prefill" else (batch,), jnp.int32)
+    lengths = (jax.ShapeDtypeStruct((batch,), jnp.int32),) if phase == "prefill" else ()
+    return param_shapes(config, dtype), (ids, *lengths), cache_shapes(config, batch, context, dtype)

@@ -1,0 +1,66 @@
+"""Which letters a mesh splits: tensor parallelism over heads, feed-forward width and vocabulary, expert parallelism over E."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from qwenjax.config import ModelConfig
+from qwenjax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Devices along each axis of parallelism."""
+
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.tp * self.ep
+
+
+def check_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
+    """Refuses a mesh that doesn't split this model evenly."""
+    for name, value in (("tp", mesh.tp), ("ep", mesh.ep)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(name, value, "must be a positive integer", "Give the number of devices.")
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % mesh.tp or (kv_heads % mesh.tp and mesh.tp % kv_heads):
+        raise InputError("tp", mesh.tp, f"doesn't split {heads} attention heads and {kv_heads} KV heads evenly",
+                         f"Use one of {_even_splits(heads, kv_heads)}.")  # fmt: skip
+    widths = {"intermediate_size": config.intermediate_size if len(config.sparse_layers) < config.num_hidden_layers else 0,
+              "moe_intermediate_size": config.moe_intermediate_size,
+              "shared_expert_intermediate_size": config.shared_expert_intermediate_size}  # fmt: skip
+    for name, width in widths.items():
+        if width % mesh.tp:
+            raise InputError("tp", mesh.tp, f"doesn't divide {name} {width}", "Use a divisor of it.")
+    if mesh.ep > 1 and not config.is_moe:
+        raise InputError("ep", mesh.ep, "a dense model has no experts to spread", "Use tp.")
+    if config.is_moe and config.num_experts % mesh.ep:
+        raise InputError("ep", mesh.ep, f"doesn't divide num_experts {config.num_experts}", "Use a divisor of it.")
+    return mesh
+
+
+def _even_splits(heads: int, kv_heads: int) -> str:
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    return ", ".join(map(str, fitting))
+
+
+def device_fraction(letters: str, config: ModelConfig, mesh: Mesh) -> Fraction:
+    """The share of a tensor, or of a contraction's work, that the fullest device holds.
+
+    KV heads fewer than tp are repeated, so a tensor over K alone is split K ways at most; vocabulary rows are padded up.
+    """
+    share = Fraction(1)
+    if "K" in letters:
+        repeated = mesh.tp > config.num_key_value_heads and not set(letters) & set("GJ")
+        share /= config.num_key_value_heads if repeated else mesh.tp
+    elif "F" in letters or "N" in letters:
+        share /= mesh.tp
+    elif "V" in letters:
+        share *= Fraction(-(-config.vocab_size // mesh.tp), config.vocab_size)
+    if "E" in letters:
+        share /= mesh.ep
+    return share

@@ -1,0 +1,1 @@
+"""What a decoder step must cost, and what it costs."""

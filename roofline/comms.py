@@ -1,0 +1,63 @@
+"""Collectives that a sharded step implies: a contracted letter that is split leaves partial sums to reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step, dims, size
+from qwenjax.ops import layers_of, ops_of
+from qwenjax.sharding import Mesh, device_fraction
+from roofline.count import dtype_bits
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """One kind of collective of a step: payload bytes of one call, how many calls, and what each device sends at least."""
+
+    op: str
+    kind: Literal["all-reduce", "all-gather", "all-to-all"]
+    devices: int
+    count: int
+    payload_bytes: Any
+    sent_bytes: Any  # one device, all calls, on the best known algorithm
+
+
+# Where the partial sums of a branch must be whole again: the residual add that closes it.
+_BRANCH_END = {"o_proj": "attention_residual", "down_proj": "mlp_residual", "experts_down_proj": "mlp_residual",
+               "shared_down_proj": "mlp_residual"}  # fmt: skip
+
+
+def count_comms(config: ModelConfig, step: Step, mesh: Mesh, dtype: str = "bfloat16", logits: Literal["last", "all"] = "last") -> tuple[CommRow, ...]:
+    """Counts the collectives of one step; routed and shared experts are reduced together, after their sum."""
+    if mesh.num_devices == 1:
+        return ()
+    element_bits = dtype_bits(dtype)
+    rows: list[CommRow] = []
+    reduced: dict[str, int] = {}
+    for op in ops_of(config):
+        sizes = dims(config, step, op.block, logits)
+        inputs, output = op.einsum.split("->")
+        contracted = "".join(letter for letter in inputs.replace(",", "") if letter not in output)
+        if op.kind in ("matmul", "grouped") and device_fraction(contracted, config, Mesh(tp=mesh.tp)) != 1:
+            reduced[_BRANCH_END[op.name]] = layers_of(config, op.scope) + (reduced.get(_BRANCH_END[op.name], 0) if op.scope == "dense" else 0)
+        if op.name == "embed" and mesh.tp > 1:
+            rows.append(_row("embed", "all-reduce", mesh.tp, 1, size("BTD", sizes), element_bits))
+        if op.kind == "grouped" and mesh.ep > 1:
+            rows.append(_row(op.name, "all-to-all", mesh.ep, layers_of(config, op.scope), size("BTAD", sizes), element_bits))
+        if op.name == "unembed" and mesh.tp > 1:
+            rows.append(_row("unembed", "all-gather", mesh.tp, 1, size("BUV", sizes), element_bits))
+    residual = size("BTD", dims(config, step))
+    layers = config.num_hidden_layers
+    reductions = [_row(name, "all-reduce", mesh.tp, layers, residual, element_bits) for name in reduced]
+    return (*rows[:1], *reductions, *rows[1:]) if rows and rows[0].op == "embed" else (*reductions, *rows)
+
+
+def _row(op: str, kind: Literal["all-reduce", "all-gather", "all-to-all"], devices: int, count: int, elements: Any, bits: int) -> CommRow:
+    payload = elements * bits / 8
+    # Least traffic of one device: a ring all-reduce sends 2(n-1)/n of the payload, a gather or exchange (n-1)/n.
+    share = (2 if kind == "all-reduce" else 1) * (devices - 1) / devices
+    if kind == "all-to-all":
+        share /= devices  # tokens are spread over the devices to begin with
+    return CommRow(op, kind, devices, count, payload, payload * share * count)
