@@ -33,7 +33,8 @@ class KVCache:
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: str = "bfloat16") -> KVCache:
     """An empty cache for `batch` rows of up to `capacity` tokens."""
     shapes = cache_shapes(config, batch, capacity, dtype)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    empty: KVCache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return empty
 
 
 def cache_shapes(config: ModelConfig, batch: int, capacity: int, dtype: str = "bfloat16") -> KVCache:
@@ -41,7 +42,7 @@ def cache_shapes(config: ModelConfig, batch: int, capacity: int, dtype: str = "b
     sizes = dims(config, Step(batch, 1, capacity))
     layers = range(config.num_hidden_layers)
     keys, values = (tuple(jax.ShapeDtypeStruct(shape(tensor.letters, sizes), dtype) for _ in layers) for tensor in KV)
-    return KVCache(keys, values, jax.ShapeDtypeStruct((batch,), jnp.int32))
+    return KVCache(keys, values, jax.ShapeDtypeStruct((batch,), jnp.int32))  # type: ignore[arg-type]
 
 
 def append(cached_BKSH: Array, new_BTKH: Array, lengths_B: Array) -> Array:

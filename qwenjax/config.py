@@ -11,15 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from qwenjax.errors import InputError
-from qwenjax.hf_reader import Note, read_fields
+from qwenjax.hf_keys import Note
+from qwenjax.hf_reader import read_fields
 from qwenjax.known_models import known_model_config, known_model_names
 from qwenjax.quantization import Quantization, read_hf_quant_config
 from qwenjax.rope_config import RopeScaling
 
 # Above these a size is a slip of the pen, not a model; they also keep every count below 2^63.
-_LIMITS = {"num_hidden_layers": 4096, "hidden_size": 2**20, "vocab_size": 2**26, "intermediate_size": 2**24,
-           "num_attention_heads": 2**14, "head_dim": 2**14, "num_experts": 2**16, "moe_intermediate_size": 2**24,
-           "shared_expert_intermediate_size": 2**24, "max_position_embeddings": 2**31}  # fmt: skip
+_LIMITS = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 2**20,
+    "vocab_size": 2**26,
+    "intermediate_size": 2**24,
+    "num_attention_heads": 2**14,
+    "head_dim": 2**14,
+    "num_experts": 2**16,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+    "max_position_embeddings": 2**31,
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -95,15 +106,24 @@ class ModelConfig:
         """Indices of the mixture-of-experts layers; the others are dense."""
         if not self.model_type.endswith("_moe") or self.num_experts == 0:
             return ()
-        return tuple(i for i in range(self.num_hidden_layers)
-                     if i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0)  # fmt: skip
+        return tuple(
+            i
+            for i in range(self.num_hidden_layers)
+            if i not in self.mlp_only_layers and (i + 1) % self.decoder_sparse_step == 0
+        )
 
     def with_layers(self, layers: int) -> ModelConfig:
         """The same model cut to its first layers."""
         if not 1 <= layers <= self.num_hidden_layers:
-            raise InputError("layers", layers, f"must be from 1 to num_hidden_layers {self.num_hidden_layers}", "Choose fewer.")
-        return replace(self, num_hidden_layers=layers, sliding_windows=self.sliding_windows[:layers],
-                       mlp_only_layers=tuple(i for i in self.mlp_only_layers if i < layers))  # fmt: skip
+            raise InputError(
+                "layers", layers, f"must be from 1 to num_hidden_layers {self.num_hidden_layers}", "Choose fewer."
+            )
+        return replace(
+            self,
+            num_hidden_layers=layers,
+            sliding_windows=self.sliding_windows[:layers],
+            mlp_only_layers=tuple(i for i in self.mlp_only_layers if i < layers),
+        )
 
     @property
     def context_length(self) -> int:
@@ -125,8 +145,13 @@ def load_config(source: str | os.PathLike[str]) -> ModelConfig:
     if path.is_file():
         return _from_file(path)
     if text.endswith(".json") or text.startswith((".", "/", "~")):
-        raise InputError(text, None, "no such file or folder", "Give a config.json, a checkpoint folder or a known model: "
-                         f"{', '.join(known_model_names()[:3])}, ... (`roofline models` lists them).")  # fmt: skip
+        raise InputError(
+            text,
+            None,
+            "no such file or folder",
+            "Give a config.json, a checkpoint folder or a known model: "
+            f"{', '.join(known_model_names()[:3])}, ... (`roofline models` lists them).",
+        )
     return ModelConfig(**read_fields(known_model_config(text)), name=text.rsplit("/", 1)[-1])
 
 
@@ -156,9 +181,13 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise InputError(str(path), None, f"isn't UTF-8 text ({error.reason})", "Give a config.json.") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        raise InputError(str(path), None, f"isn't valid JSON ({error.msg}, {where})", "Correct or download the file again.") from None
+        raise InputError(
+            str(path), None, f"isn't valid JSON ({error.msg}, {where})", "Correct or download the file again."
+        ) from None
     except OSError as error:
-        raise InputError(str(path), None, f"can't be read ({error.strerror})", "Check the path and its permissions.") from None
+        raise InputError(
+            str(path), None, f"can't be read ({error.strerror})", "Check the path and its permissions."
+        ) from None
     if not isinstance(value, dict):
         raise InputError(str(path), None, f"holds a JSON {type(value).__name__}, not an object", "Give a config.json.")
     return value
@@ -172,17 +201,37 @@ def _check_sizes(config: ModelConfig) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise InputError("num_key_value_heads", kv_heads, f"doesn't divide num_attention_heads {heads}", f"Dividing: {fitting}.")
+        raise InputError(
+            "num_key_value_heads", kv_heads, f"doesn't divide num_attention_heads {heads}", f"Dividing: {fitting}."
+        )
     if config.head_dim % 2:
-        raise InputError("head_dim", config.head_dim, "must be even: rotary embeddings pair its halves", "Check the file.")
+        raise InputError(
+            "head_dim", config.head_dim, "must be even: rotary embeddings pair its halves", "Check the file."
+        )
     if config.num_experts and config.num_experts_per_tok > config.num_experts:
-        raise InputError("num_experts_per_tok", config.num_experts_per_tok, f"is more than num_experts {config.num_experts}", "Check the file.")
+        raise InputError(
+            "num_experts_per_tok",
+            config.num_experts_per_tok,
+            f"is more than num_experts {config.num_experts}",
+            "Check the file.",
+        )
     if len(config.sliding_windows) != config.num_hidden_layers:
-        raise InputError("sliding_windows", config.sliding_windows, f"must have num_hidden_layers ({config.num_hidden_layers}) entries",
-                         "Use `with_layers` to change the depth.")  # fmt: skip
+        raise InputError(
+            "sliding_windows",
+            config.sliding_windows,
+            f"must have num_hidden_layers ({config.num_hidden_layers}) entries",
+            "Use `with_layers` to change the depth.",
+        )
     stray = [layer for layer in config.mlp_only_layers if not 0 <= layer < config.num_hidden_layers]
     if stray:
-        raise InputError("mlp_only_layers", stray[0], f"is no layer of the {config.num_hidden_layers}", "Layers count from 0.")
+        raise InputError(
+            "mlp_only_layers", stray[0], f"is no layer of the {config.num_hidden_layers}", "Layers count from 0."
+        )
     if config.model_type.endswith("_moe") and not config.is_moe:
-        raise InputError("mlp_only_layers", list(config.mlp_only_layers), f"leaves no sparse layer (num_experts {config.num_experts}, "
-                         f"decoder_sparse_step {config.decoder_sparse_step})", "Use the dense model_type, or correct the fields.")  # fmt: skip
+        raise InputError(
+            "mlp_only_layers",
+            list(config.mlp_only_layers),
+            f"leaves no sparse layer (num_experts {config.num_experts}, "
+            f"decoder_sparse_step {config.decoder_sparse_step})",
+            "Use the dense model_type, or correct the fields.",
+        )

@@ -63,23 +63,40 @@ def check_step(config: ModelConfig, step: Step) -> Step:
         if value < 1:
             raise InputError(name, value, "must be at least 1", "Give a count of sequences or tokens.")
     if step.kv_len < step.query_len:
-        raise InputError("kv_len", step.kv_len, f"is less than the {step.query_len} query tokens, which are attended too",
-                         "Give past and new tokens together.")  # fmt: skip
+        raise InputError(
+            "kv_len",
+            step.kv_len,
+            f"is less than the {step.query_len} query tokens, which are attended too",
+            "Give past and new tokens together.",
+        )
     if step.kv_len > config.context_length:
-        stretched = f" (RoPE scaling included; max_position_embeddings {config.max_position_embeddings})" if config.rope_scaling else ""
-        raise InputError("context", step.kv_len, f"is beyond the model's {config.context_length} positions{stretched}",
-                         "Choose a shorter context, or a config with a RoPE scaling.")  # fmt: skip
+        stretched = (
+            f" (RoPE scaling included; max_position_embeddings {config.max_position_embeddings})"
+            if config.rope_scaling
+            else ""
+        )
+        raise InputError(
+            "context",
+            step.kv_len,
+            f"is beyond the model's {config.context_length} positions{stretched}",
+            "Choose a shorter context, or a config with a RoPE scaling.",
+        )
     if step.batch > 2**24:
         raise InputError("batch", step.batch, "is larger than any server's (16777216)", "Check the number.")
     return step
 
 
-def dims(config: ModelConfig, step: Step | None = None, block: Block = "mlp", logits: Literal["last", "all"] = "last") -> dict[str, Size]:
+def dims(
+    config: ModelConfig, step: Step | None = None, block: Block = "mlp", logits: Literal["last", "all"] = "last"
+) -> dict[str, Size]:
     """Sizes by letter for one block of the model in one step."""
     step = step or Step()
     group = config.num_attention_heads // config.num_key_value_heads
-    width = {"mlp": config.intermediate_size, "experts": config.moe_intermediate_size,
-             "shared_expert": config.shared_expert_intermediate_size}[block]  # fmt: skip
+    width = {
+        "mlp": config.intermediate_size,
+        "experts": config.moe_intermediate_size,
+        "shared_expert": config.shared_expert_intermediate_size,
+    }[block]
     return {
         "1": 1,
         "B": step.batch,

@@ -4,18 +4,60 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+
+class Note(NamedTuple):
+    """A remark about a reading: kind is default (taken because missing), ignored, or warning."""
+
+    kind: str
+    field: str
+    text: str
+
+
 MODEL_TYPES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 # Keys that ModelConfig reads. One spelling per concept; the other spellings are in ALIASES.
-USED = frozenset({
-    "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
-    "rope_theta", "rope_scaling", "rope_parameters", "tie_word_embeddings", "attention_bias", "qkv_bias",
-    "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "num_experts", "num_experts_per_tok",
-    "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step",
-    "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "dtype", "bos_token_id", "eos_token_id",
-    "pad_token_id", "initializer_range", "attention_dropout", "quantization_config",
-})  # fmt: skip
+USED = frozenset(
+    {
+        "model_type",
+        "architectures",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "attention_bias",
+        "qkv_bias",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "layer_types",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "dtype",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "initializer_range",
+        "attention_dropout",
+        "quantization_config",
+    }
+)
 
 # transformers 5 renamed torch_dtype to dtype and writes num_local_experts; DeepSeek-style files say n_routed_experts.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -25,17 +67,61 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 # Keys without any effect on shapes, costs or logits of a causal decoder: bookkeeping, generation defaults that
 # transformers 4 wrote into config.json, and the switches of its output objects.
-HARMLESS = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "auto_map",
-    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "decoder_start_token_id",
-    "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "label2id", "length_penalty",
-    "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
-    "output_attentions", "output_hidden_states", "output_scores", "prefix", "problem_type", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
-    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torchscript",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache", "_from_model_config",
-})  # fmt: skip
+HARMLESS = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "id2label",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "prefix",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+        "_from_model_config",
+    }
+)
 
 
 class Only(NamedTuple):

@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from qwenjax import hf_keys
 from qwenjax.errors import InputError
+from qwenjax.hf_keys import Note
 from qwenjax.quantization import read_quantization
 from qwenjax.rope_config import read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-class Note(NamedTuple):
-    """A remark about a reading: kind is default (taken because missing), ignored, or warning."""
-
-    kind: str
-    field: str
-    text: str
 
 
 class _Reader:
@@ -41,7 +34,9 @@ class _Reader:
 
     def _missing(self, key: str, default: Any, reason: str) -> Any:
         if default is _REQUIRED:
-            raise InputError(key, None, "is missing", "A config.json of this model_type must state it; nothing is guessed.")
+            raise InputError(
+                key, None, "is missing", "A config.json of this model_type must state it; nothing is guessed."
+            )
         if reason:
             self.notes.append(Note("default", key, reason))
         return default
@@ -109,8 +104,9 @@ def read_fields(data: Mapping[str, Any]) -> dict[str, Any]:
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, "missing; the class default 1e-06 taken"),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        tie_word_embeddings=reader.boolean("tie_word_embeddings", False,
-                                           "missing; the class default false taken: lm_head is a matrix of its own"),
+        tie_word_embeddings=reader.boolean(
+            "tie_word_embeddings", False, "missing; the class default false taken: lm_head is a matrix of its own"
+        ),
         qkv_bias=_read_qkv_bias(reader, model_type),
         attention_o_bias=model_type.startswith("qwen3") and reader.boolean("attention_bias", False),
         sliding_windows=_read_sliding_windows(reader, model_type, layers),
@@ -124,7 +120,7 @@ def read_fields(data: Mapping[str, Any]) -> dict[str, Any]:
     )
     _check_other_values(reader)
     # Last, when every reader has had its say.
-    fields["notes"] = (*notes, *(Note(*remark) for remark in rope.remarks), *reader.notes)
+    fields["notes"] = (*notes, *rope.remarks, *reader.notes)
     return fields
 
 
@@ -136,7 +132,9 @@ def _check_model_type(data: Mapping[str, Any]) -> str:
     if not isinstance(model_type, str):
         raise InputError("model_type", model_type, "must be a string", f"Known here: {known}.")
     if model_type not in hf_keys.MODEL_TYPES:
-        reason = next((text for prefix, text in hf_keys.FOREIGN_TYPES if model_type.startswith(prefix)), "is not implemented")
+        reason = next(
+            (text for prefix, text in hf_keys.FOREIGN_TYPES if model_type.startswith(prefix)), "is not implemented"
+        )
         raise InputError("model_type", model_type, reason, f"Known here: {known}.")
     return model_type
 
@@ -146,18 +144,28 @@ def _check_keys(data: Mapping[str, Any], model_type: str) -> tuple[Note, ...]:
     notes = []
     for key, value in data.items():
         if key in hf_keys.REFUSED and value is not None:
-            raise InputError(key, value, hf_keys.REFUSED[key], "Use a plain text checkpoint of the four Qwen architectures.")
+            raise InputError(
+                key, value, hf_keys.REFUSED[key], "Use a plain text checkpoint of the four Qwen architectures."
+            )
         if key in hf_keys.HARMLESS_ONLY and value != hf_keys.HARMLESS_ONLY[key].value:
             only = hf_keys.HARMLESS_ONLY[key]
-            raise InputError(key, value, f"{only.meaning} is not implemented", f"Only {json.dumps(only.value)} is supported.")
+            raise InputError(
+                key, value, f"{only.meaning} is not implemented", f"Only {json.dumps(only.value)} is supported."
+            )
     spellings = {key for keys in hf_keys.ALIASES.values() for key in keys}
-    passed = hf_keys.USED | spellings | hf_keys.HARMLESS | set(hf_keys.HARMLESS_ONLY) | set(hf_keys.REFUSED) | set(_LEGACY)
+    passed = (
+        hf_keys.USED | spellings | hf_keys.HARMLESS | set(hf_keys.HARMLESS_ONLY) | set(hf_keys.REFUSED) | set(_LEGACY)
+    )
     unknown = sorted(set(data) - passed)
     if unknown:
         key = unknown[0]
         others = f" (also unknown: {', '.join(unknown[1:])})" if unknown[1:] else ""
-        raise InputError(key, data[key], f"is not a key that is known here{others}",
-                         "Remove it if it has no effect on the model, or report it.")  # fmt: skip
+        raise InputError(
+            key,
+            data[key],
+            f"is not a key that is known here{others}",
+            "Remove it if it has no effect on the model, or report it.",
+        )
     for legacy, modern in _LEGACY.items():
         if legacy in data:
             if modern in data and data[legacy] != data[modern]:
@@ -166,22 +174,32 @@ def _check_keys(data: Mapping[str, Any], model_type: str) -> tuple[Note, ...]:
     architectures = data.get("architectures")
     expected = _ARCHITECTURES[model_type]
     if isinstance(architectures, list) and architectures and architectures[0] != expected:
-        notes.append(Note("warning", "architectures", f"{architectures[0]} where {expected} is usual; model_type decides"))
+        notes.append(
+            Note("warning", "architectures", f"{architectures[0]} where {expected} is usual; model_type decides")
+        )
     return tuple(notes)
 
 
 _LEGACY = {"rotary_emb_base": "rope_theta", "seq_length": "max_position_embeddings"}
-_ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
-                  "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 _KV_HEADS_DEFAULT = {"qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4}
 
 
 def _read_kv_heads(reader: _Reader, model_type: str, heads: int) -> int:
     if "num_key_value_heads" in reader.data and reader.data["num_key_value_heads"] is None:
-        reader.notes.append(Note("default", "num_key_value_heads", f"null; the {heads} attention heads, as transformers takes it"))
+        reader.notes.append(
+            Note("default", "num_key_value_heads", f"null; the {heads} attention heads, as transformers takes it")
+        )
         return heads
     default = _KV_HEADS_DEFAULT[model_type]
-    value: int = reader.integer("num_key_value_heads", default, f"missing; the class default {default} taken, not the head count")
+    value: int = reader.integer(
+        "num_key_value_heads", default, f"missing; the class default {default} taken, not the head count"
+    )
     return value
 
 
@@ -193,8 +211,12 @@ def _read_head_dim(reader: _Reader, model_type: str, hidden: int, heads: int) ->
         reader.notes.append(Note("default", "head_dim", "missing; the class default 128 taken"))
         return 128
     if hidden % heads:
-        raise InputError("head_dim", None, f"is missing, and hidden_size {hidden} isn't a multiple of num_attention_heads {heads}",
-                         "State head_dim.")  # fmt: skip
+        raise InputError(
+            "head_dim",
+            None,
+            f"is missing, and hidden_size {hidden} isn't a multiple of num_attention_heads {heads}",
+            "State head_dim.",
+        )
     return hidden // heads
 
 
@@ -216,12 +238,16 @@ def _read_sliding_windows(reader: _Reader, model_type: str, layers: int) -> tupl
     """One window for each layer. A `sliding_window` number counts only when use_sliding_window is true."""
     kinds = reader.data.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
-        raise InputError("layer_types", kinds, f"must be a list of num_hidden_layers ({layers}) entries", "Correct or remove it.")
+        raise InputError(
+            "layer_types", kinds, f"must be a list of num_hidden_layers ({layers}) entries", "Correct or remove it."
+        )
     for kind in kinds or ():
         if kind not in ("full_attention", "sliding_attention"):
             raise InputError("layer_types", kind, "is not implemented", "Known: full_attention, sliding_attention.")
     # `max_window_layers` may exceed the layer count in real files, and 0 means that every layer is windowed.
-    first = reader.integer("max_window_layers", 28, minimum=0) if reader.data.get("max_window_layers") is not None else 28
+    first = (
+        reader.integer("max_window_layers", 28, minimum=0) if reader.data.get("max_window_layers") is not None else 28
+    )
     used = reader.boolean("use_sliding_window", False)
     if reader.data.get("sliding_window") is None:
         window = 4096 if used and "sliding_window" not in reader.data else None
@@ -231,7 +257,9 @@ def _read_sliding_windows(reader: _Reader, model_type: str, layers: int) -> tupl
         window = reader.integer("sliding_window", minimum=0)
     if not used or not window:
         if window:
-            reader.notes.append(Note("ignored", "sliding_window", f"{window} has no effect: use_sliding_window is false"))
+            reader.notes.append(
+                Note("ignored", "sliding_window", f"{window} has no effect: use_sliding_window is false")
+            )
         return (None,) * layers
     if model_type == "qwen3_moe":
         return (window,) * layers
@@ -246,26 +274,35 @@ def _read_moe(reader: _Reader, model_type: str) -> dict[str, Any]:
     if not model_type.endswith("_moe"):
         for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
             if reader.data.get(key):
-                raise InputError(key, reader.data[key], f"is a mixture-of-experts field in a dense {model_type}",
-                                 f"Set model_type to {model_type}_moe or remove the field.")  # fmt: skip
+                raise InputError(
+                    key,
+                    reader.data[key],
+                    f"is a mixture-of-experts field in a dense {model_type}",
+                    f"Set model_type to {model_type}_moe or remove the field.",
+                )
         return {}
     shared = reader.data.get("shared_expert_intermediate_size")
     if shared and model_type == "qwen3_moe":
-        raise InputError("shared_expert_intermediate_size", shared, "qwen3_moe has no shared expert", "Set it to 0 or remove it.")
-    missing = "missing; no shared expert, although transformers' class default is 5632" if model_type == "qwen2_moe" else ""
+        raise InputError(
+            "shared_expert_intermediate_size", shared, "qwen3_moe has no shared expert", "Set it to 0 or remove it."
+        )
+    missing = (
+        "missing; no shared expert, although transformers' class default is 5632" if model_type == "qwen2_moe" else ""
+    )
     experts = reader.integer("num_experts", _REQUIRED, minimum=0)
     size = _REQUIRED if experts else 0
     return {
         "num_experts": experts,
         "num_experts_per_tok": reader.integer("num_experts_per_tok", size, minimum=1 if experts else 0),
         "moe_intermediate_size": reader.integer("moe_intermediate_size", size, minimum=1 if experts else 0),
-        "shared_expert_intermediate_size": 0 if shared is None and "shared_expert_intermediate_size" in reader.data
+        "shared_expert_intermediate_size": 0
+        if shared is None and "shared_expert_intermediate_size" in reader.data
         else reader.integer("shared_expert_intermediate_size", 0, missing, minimum=0),
         "norm_topk_prob": reader.boolean("norm_topk_prob", False, "missing; the class default false taken"),
         "decoder_sparse_step": reader.integer("decoder_sparse_step", 1),
         "mlp_only_layers": reader.integers("mlp_only_layers"),
         "router_aux_loss_coef": reader.number("router_aux_loss_coef", 0.001, positive=False),
-    }  # fmt: skip
+    }
 
 
 def _read_dtype(reader: _Reader) -> str | None:

@@ -41,14 +41,18 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return plain, 1.0
     if scaling.rope_type == "linear":
         return [f / scaling.factor for f in plain], 1.0
-    low, high = (_turns_to_channel(turns, head_dim, theta, scaling.original_max_position_embeddings)
-                 for turns in (scaling.beta_fast, scaling.beta_slow))  # fmt: skip
+    low, high = (
+        _turns_to_channel(turns, head_dim, theta, scaling.original_max_position_embeddings)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     span = high - low or 0.001
     blends = [min(max((i - low) / span, 0.0), 1.0) for i in range(head_dim // 2)]
-    return [f * (1 - t) + f / scaling.factor * t for f, t in zip(plain, blends, strict=True)], _attention_factor(scaling)
+    return [f * (1 - t) + f / scaling.factor * t for f, t in zip(plain, blends, strict=True)], _attention_factor(
+        scaling
+    )
 
 
 def _turns_to_channel(turns: float, head_dim: int, theta: float, positions: int) -> float:
@@ -68,7 +72,9 @@ def _attention_factor(scaling: RopeScaling) -> float:
     return temperature(1.0)
 
 
-def rope_tables(positions_BT: Array, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: jnp.dtype) -> tuple[Array, Array]:
+def rope_tables(
+    positions_BT: Array, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: jnp.dtype
+) -> tuple[Array, Array]:
     """cos and sin, each [B, T, H/2], from float32 angles, cast to the model's dtype last."""
     frequencies, factor = rope_frequencies(head_dim, theta, scaling)
     angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)

@@ -27,16 +27,26 @@ KeyValue = tuple[Array, Array]
 class Block(nnx.Module):
     """One pre-norm decoder layer; its arrays are those of the inventory's rows for these scopes."""
 
+    input_norm: nnx.Param[Array]
+    qkv_proj: nnx.Param[Array]
+    qkv_bias: nnx.Param[Array]
+    q_norm: nnx.Param[Array]
+    k_norm: nnx.Param[Array]
+    o_proj: nnx.Param[Array]
+    o_bias: nnx.Param[Array]
+    post_norm: nnx.Param[Array]
+    gate_up_proj: nnx.Param[Array]
+    down_proj: nnx.Param[Array]
+
     def __init__(self, config: ModelConfig, scopes: tuple[Scope, ...], params: Params) -> None:
         self.config = config
-        self.has_shared = config.has_shared_expert
         for leaf in leaves_of(config, scopes):
             setattr(self, leaf, nnx.Param(params[leaf]))
 
     def __call__(
         self, x_BTD: Array, rope: KeyValue, mask_BTS: Array, cached: KeyValue | None, lengths_B: Array | None
     ) -> tuple[Array, KeyValue]:
-        """Returns the new residual stream and the keys and values: the updated cache, or the prompt's own without one."""
+        """Returns the residual stream and the keys and values: the updated cache, or without one the prompt's own."""
         with jax.named_scope("input_norm"):
             h_BTD = rms_norm(x_BTD, self.input_norm[...], self.config.rms_norm_eps)
         q_BTKGH, k_BTKH, v_BTKH = self.project(h_BTD, rope)
@@ -100,15 +110,20 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """A whole model as a Flax module; `nnx.to_pure_dict(nnx.state(decoder))` is the `params` of the functions below."""
 
-    def __init__(self, config: ModelConfig, params: Params | None = None, *, seed: int = 0, dtype: str = "float32") -> None:
+    def __init__(
+        self, config: ModelConfig, params: Params | None = None, *, seed: int = 0, dtype: str = "float32"
+    ) -> None:
         params = init_params(config, seed, dtype) if params is None else params
         self.config = config
         for leaf in leaves_of(config, ("model",)):
             setattr(self, leaf, nnx.Param(params[leaf]))
-        self.layers = nnx.List([Block(config, layer_scopes(config, i), params["layers"][i]) for i in range(config.num_hidden_layers)])
+        self.layers = nnx.List(
+            [Block(config, layer_scopes(config, i), params["layers"][i]) for i in range(config.num_hidden_layers)]
+        )
 
     def __call__(self, tokens_BT: Array) -> Array:
-        return forward(self.config, nnx.to_pure_dict(nnx.state(self, nnx.Param)), tokens_BT)
+        logits_BTV: Array = forward(self.config, nnx.to_pure_dict(nnx.state(self, nnx.Param)), tokens_BT)
+        return logits_BTV
 
 
 @cache
@@ -119,17 +134,28 @@ def _block_graph(config: ModelConfig, scopes: tuple[Scope, ...]) -> nnx.GraphDef
 
 @partial(jax.jit, static_argnames=("config", "scopes"))
 def _run_block(
-    config: ModelConfig, scopes: tuple[Scope, ...], params: Params, x_BTD: Array, rope: KeyValue, mask_BTS: Array,
-    cached: KeyValue | None, lengths_B: Array | None,
-) -> tuple[Array, KeyValue]:  # fmt: skip
+    config: ModelConfig,
+    scopes: tuple[Scope, ...],
+    params: Params,
+    x_BTD: Array,
+    rope: KeyValue,
+    mask_BTS: Array,
+    cached: KeyValue | None,
+    lengths_B: Array | None,
+) -> tuple[Array, KeyValue]:
     block: Block = nnx.merge(_block_graph(config, scopes), params)
     return block(x_BTD, rope, mask_BTS, cached, lengths_B)
 
 
 def _hidden(
-    config: ModelConfig, params: Params, tokens_BT: Array, positions_BT: Array, key_positions_S: Array, cache: KVCache | None,
+    config: ModelConfig,
+    params: Params,
+    tokens_BT: Array,
+    positions_BT: Array,
+    key_positions_S: Array,
+    cache: KVCache | None,
     lengths_B: Array | None,
-) -> tuple[Array, list[KeyValue]]:  # fmt: skip
+) -> tuple[Array, list[KeyValue]]:
     """The residual stream after the last layer, and each layer's keys and values."""
     with jax.named_scope("embed"):
         x_BTD = params["embed_tokens"][tokens_BT]
@@ -140,7 +166,9 @@ def _hidden(
     kept = []
     for i, window in enumerate(config.sliding_windows):
         cached = None if cache is None else (cache.keys[i], cache.values[i])
-        x_BTD, kv = _run_block(config, layer_scopes(config, i), params["layers"][i], x_BTD, rope, masks[window], cached, lengths_B)
+        x_BTD, kv = _run_block(
+            config, layer_scopes(config, i), params["layers"][i], x_BTD, rope, masks[window], cached, lengths_B
+        )
         kept.append(kv)
     return x_BTD, kept
 
@@ -160,8 +188,10 @@ def forward_impl(config: ModelConfig, params: Params, tokens_BT: Array) -> Array
     return _unembed(config, params, x_BTD)
 
 
-def prefill_impl(config: ModelConfig, params: Params, tokens_BT: Array, lengths_B: Array, cache: KVCache) -> tuple[Array, KVCache]:
-    """Runs prompts of `lengths` tokens, right-padded to T, into an empty cache: each row's last logits [B, V], and the cache."""
+def prefill_impl(
+    config: ModelConfig, params: Params, tokens_BT: Array, lengths_B: Array, cache: KVCache
+) -> tuple[Array, KVCache]:
+    """Runs prompts of `lengths` tokens, right-padded to T, into an empty cache: last logits [B, V], and the cache."""
     positions_T = jnp.arange(tokens_BT.shape[1])
     positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
     x_BTD, kept = _hidden(config, params, tokens_BT, positions_BT, positions_T, cache, None)
@@ -175,7 +205,9 @@ def prefill_impl(config: ModelConfig, params: Params, tokens_BT: Array, lengths_
 def decode_step_impl(config: ModelConfig, params: Params, tokens_B: Array, cache: KVCache) -> tuple[Array, KVCache]:
     """Runs one token of each row at its own position: logits [B, V], and the cache one longer."""
     key_positions_S = jnp.arange(cache.capacity)
-    x_BTD, kept = _hidden(config, params, tokens_B[:, None], cache.lengths[:, None], key_positions_S, cache, cache.lengths)
+    x_BTD, kept = _hidden(
+        config, params, tokens_B[:, None], cache.lengths[:, None], key_positions_S, cache, cache.lengths
+    )
     logits_BUV = _unembed(config, params, x_BTD)
     keys, values = zip(*kept, strict=True)
     return logits_BUV[:, 0], KVCache(keys, values, cache.lengths + 1)
@@ -191,11 +223,19 @@ Phase = Literal["prefill", "decode"]
 def check_runnable(config: ModelConfig) -> ModelConfig:
     """Refuses what the estimates can count and this model code can't run."""
     if config.is_moe:
-        raise InputError("model_type", config.model_type, "the mixture-of-experts model isn't built yet; only its costs are known",
-                         "Use a dense model.")  # fmt: skip
+        raise InputError(
+            "model_type",
+            config.model_type,
+            "the mixture-of-experts model isn't built yet; only its costs are known",
+            "Use a dense model.",
+        )
     if config.quantization is not None:
-        raise InputError("quantization_config", config.quantization.method, "quantised weights don't run here; only their costs are known",
-                         "Use the unquantised checkpoint.")  # fmt: skip
+        raise InputError(
+            "quantization_config",
+            config.quantization.method,
+            "quantised weights don't run here; only their costs are known",
+            "Use the unquantised checkpoint.",
+        )
     return config
 
 

@@ -20,7 +20,9 @@ from typing import Literal, NamedTuple
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Block
 
-Scope = Literal["model", "layer", "dense", "sparse"]  # once; in every layer; in dense layers; in mixture-of-experts layers
+Scope = Literal[
+    "model", "layer", "dense", "sparse"
+]  # once; in every layer; in dense layers; in mixture-of-experts layers
 Kind = Literal["matmul", "grouped", "attention", "gather", "elementwise"]
 Condition = Callable[[ModelConfig], bool]
 
@@ -50,7 +52,7 @@ def _shared(config: ModelConfig) -> bool:
 
 
 class Weight(NamedTuple):
-    """A checkpoint tensor. `stored` is its layout on disk: letters of each axis, outermost first, axes parted by commas."""
+    """A checkpoint tensor. `stored` is its layout on disk: the letters of each axis, axes parted by commas."""
 
     name: str
     letters: str  # as a slice of its leaf
@@ -82,28 +84,100 @@ WEIGHTS: tuple[Weight, ...] = (
     Weight("up_proj", "1FD", "F,D", "mlp.up_proj.weight", "mlp", "dense", "gate_up_proj"),
     Weight("down_proj", "DF", "D,F", "mlp.down_proj.weight", "mlp", "dense", "down_proj"),
     Weight("router", "ED", "E,D", "mlp.gate.weight", "router", "sparse", "router"),
-    Weight("experts_gate_proj", "E1FD", "F,D", "mlp.experts.{expert}.gate_proj.weight", "experts", "sparse",
-           "experts_gate_up_proj", block="experts"),
-    Weight("experts_up_proj", "E1FD", "F,D", "mlp.experts.{expert}.up_proj.weight", "experts", "sparse",
-           "experts_gate_up_proj", block="experts"),
-    Weight("experts_down_proj", "EDF", "D,F", "mlp.experts.{expert}.down_proj.weight", "experts", "sparse",
-           "experts_down_proj", block="experts"),
-    Weight("shared_gate_proj", "1FD", "F,D", "mlp.shared_expert.gate_proj.weight", "shared_expert", "sparse",
-           "shared_gate_up_proj", when=_shared, block="shared_expert"),
-    Weight("shared_up_proj", "1FD", "F,D", "mlp.shared_expert.up_proj.weight", "shared_expert", "sparse",
-           "shared_gate_up_proj", when=_shared, block="shared_expert"),
-    Weight("shared_down_proj", "DF", "D,F", "mlp.shared_expert.down_proj.weight", "shared_expert", "sparse",
-           "shared_down_proj", when=_shared, block="shared_expert"),
-    Weight("shared_expert_gate", "D", "1,D", "mlp.shared_expert_gate.weight", "shared_expert_gate", "sparse",
-           "shared_expert_gate", when=_shared),
+    Weight(
+        "experts_gate_proj",
+        "E1FD",
+        "F,D",
+        "mlp.experts.{expert}.gate_proj.weight",
+        "experts",
+        "sparse",
+        "experts_gate_up_proj",
+        block="experts",
+    ),
+    Weight(
+        "experts_up_proj",
+        "E1FD",
+        "F,D",
+        "mlp.experts.{expert}.up_proj.weight",
+        "experts",
+        "sparse",
+        "experts_gate_up_proj",
+        block="experts",
+    ),
+    Weight(
+        "experts_down_proj",
+        "EDF",
+        "D,F",
+        "mlp.experts.{expert}.down_proj.weight",
+        "experts",
+        "sparse",
+        "experts_down_proj",
+        block="experts",
+    ),
+    Weight(
+        "shared_gate_proj",
+        "1FD",
+        "F,D",
+        "mlp.shared_expert.gate_proj.weight",
+        "shared_expert",
+        "sparse",
+        "shared_gate_up_proj",
+        when=_shared,
+        block="shared_expert",
+    ),
+    Weight(
+        "shared_up_proj",
+        "1FD",
+        "F,D",
+        "mlp.shared_expert.up_proj.weight",
+        "shared_expert",
+        "sparse",
+        "shared_gate_up_proj",
+        when=_shared,
+        block="shared_expert",
+    ),
+    Weight(
+        "shared_down_proj",
+        "DF",
+        "D,F",
+        "mlp.shared_expert.down_proj.weight",
+        "shared_expert",
+        "sparse",
+        "shared_down_proj",
+        when=_shared,
+        block="shared_expert",
+    ),
+    Weight(
+        "shared_expert_gate",
+        "D",
+        "1,D",
+        "mlp.shared_expert_gate.weight",
+        "shared_expert_gate",
+        "sparse",
+        "shared_expert_gate",
+        when=_shared,
+    ),
     Weight("final_norm", "D", "D", "norm.weight", "norm", "model", "final_norm", "ones"),
     Weight("lm_head", "VD", "V,D", "lm_head.weight", "lm_head", "model", "lm_head", when=_untied),
-)  # fmt: skip
+)
 
-GROUPS = tuple(dict.fromkeys(
-    ("embedding", "attention", "attention_bias", "qk_norm", "mlp", "router", "experts", "shared_expert",
-     "shared_expert_gate", "norm", "lm_head")
-))  # fmt: skip
+GROUPS = tuple(
+    dict.fromkeys(
+        (
+            "embedding",
+            "attention",
+            "attention_bias",
+            "qk_norm",
+            "mlp",
+            "router",
+            "experts",
+            "shared_expert",
+            "shared_expert_gate",
+            "norm",
+            "lm_head",
+        )
+    )
+)
 
 
 class KVTensor(NamedTuple):
@@ -156,14 +230,30 @@ OPS: tuple[Op, ...] = (
     Op("experts_swiglu", "BTACF->BTAF", "elementwise", "sparse", block="experts"),
     Op("experts_down_proj", "BTAF,EDF->BTAD", "grouped", "sparse", ("experts_down_proj",), block="experts"),
     Op("combine", "BTAD,BTA->BTD", "elementwise", "sparse"),
-    Op("shared_gate_up_proj", "BTD,CFD->BTCF", "matmul", "sparse", ("shared_gate_up_proj",), when=_shared, block="shared_expert"),
+    Op(
+        "shared_gate_up_proj",
+        "BTD,CFD->BTCF",
+        "matmul",
+        "sparse",
+        ("shared_gate_up_proj",),
+        when=_shared,
+        block="shared_expert",
+    ),
     Op("shared_swiglu", "BTCF->BTF", "elementwise", "sparse", when=_shared, block="shared_expert"),
-    Op("shared_down_proj", "BTF,DF->BTD", "matmul", "sparse", ("shared_down_proj",), when=_shared, block="shared_expert"),
+    Op(
+        "shared_down_proj",
+        "BTF,DF->BTD",
+        "matmul",
+        "sparse",
+        ("shared_down_proj",),
+        when=_shared,
+        block="shared_expert",
+    ),
     Op("shared_expert_gate", "BTD,D->BT", "matmul", "sparse", ("shared_expert_gate",), when=_shared),
     Op("mlp_residual", "BTD,BTD->BTD", "elementwise", "layer"),
     Op("final_norm", "BUD,D->BUD", "elementwise", "model", ("final_norm",)),
     Op("unembed", "BUD,VD->BUV", "matmul", "model", ("lm_head",)),
-)  # fmt: skip
+)
 
 EINSUM = {op.name: op.einsum for op in OPS}
 
@@ -171,7 +261,12 @@ EINSUM = {op.name: op.einsum for op in OPS}
 def layers_of(config: ModelConfig, scope: Scope) -> int:
     """How many times a row of this scope stands in the model."""
     sparse = len(config.sparse_layers)
-    return {"model": 1, "layer": config.num_hidden_layers, "dense": config.num_hidden_layers - sparse, "sparse": sparse}[scope]
+    return {
+        "model": 1,
+        "layer": config.num_hidden_layers,
+        "dense": config.num_hidden_layers - sparse,
+        "sparse": sparse,
+    }[scope]
 
 
 def weights_of(config: ModelConfig) -> Iterator[Weight]:
@@ -191,7 +286,11 @@ def leaf_letters(leaf: str) -> str:
 
 def _leaf_letters() -> dict[str, str]:
     letters = {weight.leaf: weight.letters for weight in WEIGHTS}
-    letters |= {op.leaves[0]: op.einsum.split(",")[1].split("->")[0] for op in OPS if op.leaves and op.kind in ("matmul", "grouped")}
+    letters |= {
+        op.leaves[0]: op.einsum.split(",")[1].split("->")[0]
+        for op in OPS
+        if op.leaves and op.kind in ("matmul", "grouped")
+    }
     return letters | {"qkv_bias": "KJH"}
 
 

@@ -28,7 +28,9 @@ def read_quantization(value: Any) -> Quantization | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InputError("quantization_config", value, "must be null or an object", "Remove it for unquantised weights.")
+        raise InputError(
+            "quantization_config", value, "must be null or an object", "Remove it for unquantised weights."
+        )
     # modelopt names itself under `producer` and its kind under `quant_algo`.
     method = value.get("quant_method", "modelopt" if "quant_algo" in value else None)
     if method == "fp8":
@@ -41,8 +43,12 @@ def read_quantization(value: Any) -> Quantization | None:
     if method == "modelopt":
         algorithm = value.get("quant_algo")
         return _modelopt(algorithm, value.get("ignore"))
-    raise InputError("quantization_config.quant_method", method, "is not a kind that is known here",
-                     f"Known: {', '.join(SUPPORTED_METHODS)}. Use the unquantised checkpoint.")  # fmt: skip
+    raise InputError(
+        "quantization_config.quant_method",
+        method,
+        "is not a kind that is known here",
+        f"Known: {', '.join(SUPPORTED_METHODS)}. Use the unquantised checkpoint.",
+    )
 
 
 def read_hf_quant_config(value: Any) -> Quantization:
@@ -65,14 +71,20 @@ def _modules(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise InputError("quantization_config.modules_to_not_convert", value, "must be a list of names", "Check the file.")
+        raise InputError(
+            "quantization_config.modules_to_not_convert", value, "must be a list of names", "Check the file."
+        )
     return tuple(value)
 
 
 def _block(value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(v, int) and v > 0 for v in value):
-        raise InputError("quantization_config.weight_block_size", value, "must be two positive integers",
-                         "Qwen's FP8 checkpoints say [128, 128].")  # fmt: skip
+        raise InputError(
+            "quantization_config.weight_block_size",
+            value,
+            "must be two positive integers",
+            "Qwen's FP8 checkpoints say [128, 128].",
+        )
     return value[0], value[1]
 
 

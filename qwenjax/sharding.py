@@ -1,4 +1,4 @@
-"""Which letters a mesh splits: tensor parallelism over heads, feed-forward width and vocabulary, expert parallelism over E."""
+"""Which letters a mesh splits: tp over heads, feed-forward width and vocabulary, ep over experts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
             raise InputError(name, value, "must be a positive integer", "Give the number of devices.")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % mesh.tp or (kv_heads % mesh.tp and mesh.tp % kv_heads):
-        raise InputError("tp", mesh.tp, f"doesn't split {heads} attention heads and {kv_heads} KV heads evenly",
-                         f"Use one of {_even_splits(heads, kv_heads)}.")  # fmt: skip
-    widths = {"intermediate_size": config.intermediate_size if len(config.sparse_layers) < config.num_hidden_layers else 0,
-              "moe_intermediate_size": config.moe_intermediate_size,
-              "shared_expert_intermediate_size": config.shared_expert_intermediate_size}  # fmt: skip
+        raise InputError(
+            "tp",
+            mesh.tp,
+            f"doesn't split {heads} attention heads and {kv_heads} KV heads evenly",
+            f"Use one of {_even_splits(heads, kv_heads)}.",
+        )
+    widths = {
+        "intermediate_size": config.intermediate_size if len(config.sparse_layers) < config.num_hidden_layers else 0,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+    }
     for name, width in widths.items():
         if width % mesh.tp:
             raise InputError("tp", mesh.tp, f"doesn't divide {name} {width}", "Use a divisor of it.")
@@ -51,7 +57,7 @@ def _even_splits(heads: int, kv_heads: int) -> str:
 def device_fraction(letters: str, config: ModelConfig, mesh: Mesh) -> Fraction:
     """The share of a tensor, or of a contraction's work, that the fullest device holds.
 
-    KV heads fewer than tp are repeated, so a tensor over K alone is split K ways at most; vocabulary rows are padded up.
+    KV heads fewer than tp are repeated: a tensor over K alone is split K ways at most. Vocabulary rows are padded up.
     """
     share = Fraction(1)
     if "K" in letters:

@@ -14,7 +14,7 @@ from roofline.count import dtype_bits
 
 @dataclass(frozen=True)
 class CommRow:
-    """One kind of collective of a step: payload bytes of one call, how many calls, and what each device sends at least."""
+    """One kind of collective of a step: bytes of one call, how many calls, and what each device sends at least."""
 
     op: str
     kind: Literal["all-reduce", "all-gather", "all-to-all"]
@@ -25,11 +25,17 @@ class CommRow:
 
 
 # Where the partial sums of a branch must be whole again: the residual add that closes it.
-_BRANCH_END = {"o_proj": "attention_residual", "down_proj": "mlp_residual", "experts_down_proj": "mlp_residual",
-               "shared_down_proj": "mlp_residual"}  # fmt: skip
+_BRANCH_END = {
+    "o_proj": "attention_residual",
+    "down_proj": "mlp_residual",
+    "experts_down_proj": "mlp_residual",
+    "shared_down_proj": "mlp_residual",
+}
 
 
-def count_comms(config: ModelConfig, step: Step, mesh: Mesh, dtype: str = "bfloat16", logits: Literal["last", "all"] = "last") -> tuple[CommRow, ...]:
+def count_comms(
+    config: ModelConfig, step: Step, mesh: Mesh, dtype: str = "bfloat16", logits: Literal["last", "all"] = "last"
+) -> tuple[CommRow, ...]:
     """Counts the collectives of one step; routed and shared experts are reduced together, after their sum."""
     if mesh.num_devices == 1:
         return ()
@@ -41,11 +47,15 @@ def count_comms(config: ModelConfig, step: Step, mesh: Mesh, dtype: str = "bfloa
         inputs, output = op.einsum.split("->")
         contracted = "".join(letter for letter in inputs.replace(",", "") if letter not in output)
         if op.kind in ("matmul", "grouped") and device_fraction(contracted, config, Mesh(tp=mesh.tp)) != 1:
-            reduced[_BRANCH_END[op.name]] = layers_of(config, op.scope) + (reduced.get(_BRANCH_END[op.name], 0) if op.scope == "dense" else 0)
+            reduced[_BRANCH_END[op.name]] = layers_of(config, op.scope) + (
+                reduced.get(_BRANCH_END[op.name], 0) if op.scope == "dense" else 0
+            )
         if op.name == "embed" and mesh.tp > 1:
             rows.append(_row("embed", "all-reduce", mesh.tp, 1, size("BTD", sizes), element_bits))
         if op.kind == "grouped" and mesh.ep > 1:
-            rows.append(_row(op.name, "all-to-all", mesh.ep, layers_of(config, op.scope), size("BTAD", sizes), element_bits))
+            rows.append(
+                _row(op.name, "all-to-all", mesh.ep, layers_of(config, op.scope), size("BTAD", sizes), element_bits)
+            )
         if op.name == "unembed" and mesh.tp > 1:
             rows.append(_row("unembed", "all-gather", mesh.tp, 1, size("BUV", sizes), element_bits))
     residual = size("BTD", dims(config, step))
@@ -54,7 +64,9 @@ def count_comms(config: ModelConfig, step: Step, mesh: Mesh, dtype: str = "bfloa
     return (*rows[:1], *reductions, *rows[1:]) if rows and rows[0].op == "embed" else (*reductions, *rows)
 
 
-def _row(op: str, kind: Literal["all-reduce", "all-gather", "all-to-all"], devices: int, count: int, elements: Any, bits: int) -> CommRow:
+def _row(
+    op: str, kind: Literal["all-reduce", "all-gather", "all-to-all"], devices: int, count: int, elements: Any, bits: int
+) -> CommRow:
     payload = elements * bits / 8
     # Least traffic of one device: a ring all-reduce sends 2(n-1)/n of the payload, a gather or exchange (n-1)/n.
     share = (2 if kind == "all-reduce" else 1) * (devices - 1) / devices

@@ -17,8 +17,16 @@ Attention = Literal["causal", "dense"]
 Logits = Literal["last", "all"]
 Experts = Literal["expected", "all"] | int
 
-DTYPE_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "int8": 8,
-              "int4": 4}  # fmt: skip
+DTYPE_BITS = {
+    "float64": 64,
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+    "int4": 4,
+}
 
 
 def dtype_bits(dtype: str, field: str = "dtype") -> int:
@@ -101,10 +109,17 @@ def count_params(config: ModelConfig, dtype: str = "bfloat16", kv_dtype: str | N
     for weight in weights_of(config):
         groups[weight.group] += count_weight(config, weight)
     total = sum(groups.values())
-    idle = groups["experts"] // config.num_experts * (config.num_experts - config.num_experts_per_tok) if config.is_moe else 0
+    idle = (
+        groups["experts"] // config.num_experts * (config.num_experts - config.num_experts_per_tok)
+        if config.is_moe
+        else 0
+    )
     # One row of each matrix product of one token: multiply-adds are the active matmul parameters.
-    token = {row.op: row.flops for row in count_step(config, Step(), attention="dense", check=False)
-             if row.kind in ("matmul", "grouped")}  # fmt: skip
+    token = {
+        row.op: row.flops
+        for row in count_step(config, Step(), attention="dense", check=False)
+        if row.kind in ("matmul", "grouped")
+    }
     active_matmul = sum(token.values()) // 2
     head = token["unembed"]
     return ParamCounts(
@@ -128,9 +143,17 @@ def _attention_constants(config: ModelConfig) -> dict[str, int]:
 
 
 def count_step(
-    config: ModelConfig, step: Step, *, dtype: str = "bfloat16", kv_dtype: str | None = None, attention: Attention = "causal",
-    logits: Logits = "last", experts: Experts = "expected", mesh: Mesh | None = None, check: bool = True,
-) -> tuple[CountRow, ...]:  # fmt: skip
+    config: ModelConfig,
+    step: Step,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    attention: Attention = "causal",
+    logits: Logits = "last",
+    experts: Experts = "expected",
+    mesh: Mesh | None = None,
+    check: bool = True,
+) -> tuple[CountRow, ...]:
     """Counts every op of one step, in order, on the fullest device of the mesh.
 
     attention: causal counts the pairs that the mask keeps, dense all of them (what a plain matrix product executes).
@@ -154,7 +177,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def distinct_experts(config: ModelConfig, step: Step, experts: Experts = "expected") -> Any:
-    """Distinct experts that one layer's tokens choose: E(1-(1-A/E)^tokens) under uniform routing, all, or as measured."""
+    """Distinct experts that one layer's tokens choose: E(1-(1-A/E)^tokens) if routing is uniform, all, or as measured."""
     total, chosen = config.num_experts, config.num_experts_per_tok
     tokens = step.batch * step.query_len
     if experts == "all":
@@ -163,17 +186,29 @@ def distinct_experts(config: ModelConfig, step: Step, experts: Experts = "expect
         value = total * (1 - (1 - chosen / total) ** tokens)
         return value if hasattr(value, "shape") else max(float(chosen), value)
     if isinstance(experts, bool) or not isinstance(experts, int):
-        raise InputError("experts", experts, "must be expected, all or a whole number", "Give the measured distinct experts of a layer.")
+        raise InputError(
+            "experts",
+            experts,
+            "must be expected, all or a whole number",
+            "Give the measured distinct experts of a layer.",
+        )
     most = min(total, tokens * chosen)
     if not chosen <= experts <= most:
-        raise InputError("experts", experts, f"must be from {chosen} (one token's) to {most}", "Count the distinct experts of one layer.")
+        raise InputError(
+            "experts",
+            experts,
+            f"must be from {chosen} (one token's) to {most}",
+            "Count the distinct experts of one layer.",
+        )
     return experts
 
 
 class _Fold:
     """The folds of one step: every method reads letters off an op and multiplies sizes."""
 
-    def __init__(self, config: ModelConfig, step: Step, policy: DtypePolicy, attention: Attention, logits: Logits, mesh: Mesh) -> None:
+    def __init__(
+        self, config: ModelConfig, step: Step, policy: DtypePolicy, attention: Attention, logits: Logits, mesh: Mesh
+    ) -> None:
         self.config, self.step, self.policy, self.mesh = config, step, policy, mesh
         self.attention, self.logits = attention, logits
 
@@ -181,10 +216,16 @@ class _Fold:
         layers = layers_of(self.config, op.scope)
         sizes = dims(self.config, self.step, op.block, self.logits)
         return CountRow(
-            op.name, op.kind, layers, layers, self.flops(op, sizes, layers), self.weight_bytes(op, sizes, distinct),
-            self.kv_bytes(op.kv_read, reading=True), self.kv_bytes(op.kv_write, reading=False),
+            op.name,
+            op.kind,
+            layers,
+            layers,
+            self.flops(op, sizes, layers),
+            self.weight_bytes(op, sizes, distinct),
+            self.kv_bytes(op.kv_read, reading=True),
+            self.kv_bytes(op.kv_write, reading=False),
             self.activation_bytes(op, sizes, layers),
-        )  # fmt: skip
+        )
 
     def flops(self, op: Op, sizes: dict[str, Any], layers: int) -> Any:
         if op.kind not in ("matmul", "grouped", "attention"):
@@ -212,7 +253,9 @@ class _Fold:
         return pairs
 
     def weight_bytes(self, op: Op, sizes: dict[str, Any], distinct: Any) -> Any:
-        leaves = {"embed_tokens" if leaf == "lm_head" and self.config.tie_word_embeddings else leaf for leaf in op.leaves}
+        leaves = {
+            "embed_tokens" if leaf == "lm_head" and self.config.tie_word_embeddings else leaf for leaf in op.leaves
+        }
         bits: Any = 0
         for weight in WEIGHTS:
             if weight.leaf in leaves and weight.when(self.config):
@@ -259,7 +302,10 @@ class _Fold:
 
 def _kv_bytes(config: ModelConfig, policy: DtypePolicy, mesh: Mesh) -> int:
     sizes = dims(config)
-    bits = sum(_scaled(size(t.letters.replace("S", "").replace("B", ""), sizes), device_fraction(t.letters, config, mesh)) for t in KV)
+    bits = sum(
+        _scaled(size(t.letters.replace("S", "").replace("B", ""), sizes), device_fraction(t.letters, config, mesh))
+        for t in KV
+    )
     return int(_bytes(bits * config.num_hidden_layers * dtype_bits(policy.kv)))
 
 
@@ -272,7 +318,9 @@ def count_kv_bytes_per_token(config: ModelConfig, kv_dtype: str = "bfloat16", me
 def count_weight_bytes(config: ModelConfig, dtype: str = "bfloat16", mesh: Mesh | None = None) -> int:
     """Resident bytes of all weights on the fullest device."""
     mesh = mesh or Mesh()
-    elements = sum(_scaled(count_weight(config, w), device_fraction(w.letters, config, mesh)) for w in weights_of(config))
+    elements = sum(
+        _scaled(count_weight(config, w), device_fraction(w.letters, config, mesh)) for w in weights_of(config)
+    )
     return int(-(-elements * dtype_bits(dtype) // 8))
 
 
@@ -284,7 +332,13 @@ def sum_rows(rows: Iterator[CountRow] | tuple[CountRow, ...]) -> dict[str, Any]:
 
 
 def _scaled(value: Any, share: Any) -> Any:
-    return value if share == 1 else value * share.numerator / share.denominator if hasattr(value, "shape") else value * share
+    return (
+        value
+        if share == 1
+        else value * share.numerator / share.denominator
+        if hasattr(value, "shape")
+        else value * share
+    )
 
 
 def _whole(value: Any) -> Any:

@@ -39,10 +39,18 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, hardware: Hardware, *, gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
-    max_model_len: int | None = None, max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS, kv_pool_bytes: int | None = None,
-    overhead_bytes: int | None = None, dtype: str = "bfloat16", kv_dtype: str | None = None, mesh: Mesh | None = None,
-) -> MemoryPlan:  # fmt: skip
+    config: ModelConfig,
+    hardware: Hardware,
+    *,
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+    max_model_len: int | None = None,
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+    kv_pool_bytes: int | None = None,
+    overhead_bytes: int | None = None,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    mesh: Mesh | None = None,
+) -> MemoryPlan:
     """Plans one device's memory as a serving engine does; a measured KV pool overrides the estimate.
 
     max_model_len is in tokens (default: the model's context length). Activations are estimated, see
@@ -52,7 +60,12 @@ def plan_memory(
     _check(gpu_memory_utilization, max_num_batched_tokens, kv_pool_bytes, overhead_bytes)
     length = config.context_length if max_model_len is None else max_model_len
     if not 1 <= length <= config.context_length:
-        raise InputError("max_model_len", length, f"must be from 1 to the model's {config.context_length} positions", "Choose a length within.")
+        raise InputError(
+            "max_model_len",
+            length,
+            f"must be from 1 to the model's {config.context_length} positions",
+            "Choose a length within.",
+        )
     policy = DtypePolicy.of(dtype, kv_dtype)
     capacity = int(hardware.usable_memory_bytes)
     budget = int(capacity * gpu_memory_utilization)
@@ -63,7 +76,16 @@ def plan_memory(
     per_token = count_kv_bytes_per_token(config, policy.kv, mesh)
     tokens = pool // (BLOCK_TOKENS * per_token) * BLOCK_TOKENS
     return MemoryPlan(
-        capacity, budget, weights, activations, overhead, pool, per_token, tokens, length, tokens / length,
+        capacity,
+        budget,
+        weights,
+        activations,
+        overhead,
+        pool,
+        per_token,
+        tokens,
+        length,
+        tokens / length,
         fits=tokens >= length and weights + activations <= capacity,
         sources={
             "capacity_bytes": hardware.usable_memory_source,
@@ -71,15 +93,19 @@ def plan_memory(
             "weight_bytes": f"exact: {dtype} weights of the architecture",
             "activation_bytes": f"estimate: widest op of {max_num_batched_tokens} tokens",
             "overhead_bytes": OVERHEAD_SOURCE if overhead_bytes is None else "given",
-            "kv_pool_bytes": "budget - weights - activations - overhead" if kv_pool_bytes is None else "given (measured)",
+            "kv_pool_bytes": "budget - weights - activations - overhead"
+            if kv_pool_bytes is None
+            else "given (measured)",
             "kv_bytes_per_token": f"exact: {policy.kv} keys and values of all layers",
             "kv_tokens": f"pool in whole blocks of {BLOCK_TOKENS} tokens",
             "concurrency_at_max_len": f"kv_tokens / {length}",
         },
-    )  # fmt: skip
+    )
 
 
-def peak_activation_bytes(config: ModelConfig, max_num_batched_tokens: int, dtype: str = "bfloat16", mesh: Mesh | None = None) -> int:
+def peak_activation_bytes(
+    config: ModelConfig, max_num_batched_tokens: int, dtype: str = "bfloat16", mesh: Mesh | None = None
+) -> int:
     """Estimates the largest set of live activations, bytes: an MLP's input, residual, gate and up, and product.
 
     For Qwen2.5-7B at 8192 tokens it gives 1.03 GiB where a vLLM log says 1.04 (seed ledger S000-168). It leaves out
@@ -89,14 +115,18 @@ def peak_activation_bytes(config: ModelConfig, max_num_batched_tokens: int, dtyp
     sizes = dims(config, Step(1, max_num_batched_tokens, max_num_batched_tokens))
     widths = [config.intermediate_size if len(config.sparse_layers) < config.num_hidden_layers else 0]
     if config.is_moe:
-        widths.append(config.moe_intermediate_size * config.num_experts_per_tok + config.shared_expert_intermediate_size)
+        widths.append(
+            config.moe_intermediate_size * config.num_experts_per_tok + config.shared_expert_intermediate_size
+        )
     elements = size("T", sizes) * (3 * max(widths) // mesh.tp + 3 * config.hidden_size)
     return int(elements * dtype_bits(dtype) // 8)
 
 
 def _check(utilization: float, batched: int, pool: int | None, overhead: int | None) -> None:
     if not 0 < utilization <= 1:
-        raise InputError("gpu_memory_utilization", utilization, "must be above 0 and at most 1", "vLLM's default is 0.9.")
+        raise InputError(
+            "gpu_memory_utilization", utilization, "must be above 0 and at most 1", "vLLM's default is 0.9."
+        )
     if batched < 1:
         raise InputError("max_num_batched_tokens", batched, "must be at least 1", "vLLM's server default is 8192.")
     for name, value in (("kv_pool_bytes", pool), ("overhead_bytes", overhead)):
