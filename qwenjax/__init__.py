@@ -1,6 +1,45 @@
-"""Qwen decoders in JAX and Flax, from Hugging Face configs and checkpoints."""
+"""Qwen decoders in JAX and Flax, from Hugging Face configs and checkpoints.
+
+JAX is imported with the first name that needs it, so that counting and estimating start without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 
-__all__ = ["InputError", "ModelConfig"]
+if TYPE_CHECKING:
+    from qwenjax.cache import KVCache, init_cache
+    from qwenjax.model import Decoder, decode_step, forward, prefill
+    from qwenjax.weights import init_params, param_shapes
+
+_LAZY = {
+    "Decoder": "model",
+    "KVCache": "cache",
+    "decode_step": "model",
+    "forward": "model",
+    "init_cache": "cache",
+    "init_params": "weights",
+    "param_shapes": "weights",
+    "prefill": "model",
+}
+
+__all__ = [
+    "Decoder",
+    "InputError",
+    "KVCache",
+    "ModelConfig",
+    "decode_step",
+    "forward",
+    "init_cache",
+    "init_params",
+    "param_shapes",
+    "prefill",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'qwenjax' has no attribute {name!r}")
+    return getattr(import_module(f"qwenjax.{_LAZY[name]}"), name)

@@ -59,4 +59,5 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> P
 
 @partial(jax.jit, static_argnums=(1, 3))
 def _normal(key: jax.Array, sizes: tuple[int, ...], scale: float, dtype: str) -> jax.Array:
-    return (jax.random.normal(key, sizes, jnp.float32) * scale).astype(dtype)
+    values: jax.Array = jax.random.normal(key, sizes, jnp.float32) * scale
+    return values.astype(dtype)

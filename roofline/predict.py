@@ -1,0 +1,405 @@
+"""Step, request and sweep times of a model on a device, from counts and peaks, as lower bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step, check_step
+from qwenjax.errors import InputError
+from qwenjax.sharding import Mesh, check_mesh
+from roofline.comms import CommRow, count_comms
+from roofline.count import (
+    Attention,
+    CountRow,
+    DtypePolicy,
+    Experts,
+    Logits,
+    count_kv_bytes_per_token,
+    count_step,
+    count_weight_bytes,
+    sum_rows,
+)
+from roofline.hardware import Hardware, load_hardware
+from roofline.profile import Profile, load_profile
+from roofline.utilization import compute_mbu, compute_mfu
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+Bandwidth = Literal["peak", "measured"] | float
+
+
+@dataclass(frozen=True)
+class Device:
+    """The two numbers of a roofline, and a link: FLOP/s at the working dtype and bytes/s."""
+
+    flops_per_s: float
+    bandwidth_bytes_per_s: float
+    link_bytes_per_s: float | None
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """One op of a step: its counts, its compute and memory time, and the longer one."""
+
+    row: CountRow
+    compute_s: Any
+    memory_s: Any
+    time_s: Any
+
+    @property
+    def bound(self) -> str:
+        return "compute" if self.compute_s > self.memory_s else "memory"
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs for each byte that must cross the memory interface; None where none must."""
+        return self.row.flops / self.row.bytes if self.row.bytes else None
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A whole step. Ops run one after another, so their times add; collectives come on top."""
+
+    ops: tuple[OpTime, ...]
+    comms: tuple[CommRow, ...]
+    flops: Any
+    bytes: Any
+    compute_s: Any
+    memory_s: Any
+    communication_s: Any
+    overhead_s: Any
+    time_s: Any
+    device: Device
+
+    @property
+    def bound(self) -> str:
+        terms = {
+            "compute": sum(op.time_s for op in self.ops if op.bound == "compute"),
+            "memory": sum(op.time_s for op in self.ops if op.bound == "memory"),
+            "communication": self.communication_s,
+        }
+        return max(terms, key=lambda name: terms[name])
+
+    @property
+    def mfu(self) -> float:
+        return compute_mfu(self.flops, self.time_s, self.device.flops_per_s)
+
+    @property
+    def mbu(self) -> float:
+        return compute_mbu(self.bytes, self.time_s, self.device.bandwidth_bytes_per_s)
+
+
+def device_of(hardware: Hardware, policy: DtypePolicy, bandwidth: Bandwidth = "peak") -> Device:
+    """The roof for these dtypes. Narrow weights compute at the faster of their own and the activations' rate."""
+    rates = [
+        hardware.peak_flops_per_s[dtype]
+        for dtype in (policy.weight, policy.activation)
+        if dtype in hardware.peak_flops_per_s
+    ]
+    flops_per_s = max(rates) if rates else hardware.flops_per_s(policy.activation)
+    link = hardware.peer_link
+    return Device(flops_per_s, _bandwidth(hardware, bandwidth), None if link is None else link.one_way_bytes_per_s)
+
+
+def _bandwidth(hardware: Hardware, bandwidth: Bandwidth) -> float:
+    if bandwidth == "peak":
+        return hardware.peak_bandwidth_bytes_per_s
+    if bandwidth == "measured":
+        measured = hardware.measured_bandwidth_bytes_per_s
+        if measured is None:
+            raise InputError(
+                "bandwidth",
+                "measured",
+                f"nobody's measurement is known for {hardware.id}",
+                "Use peak, or give bytes per second.",
+            )
+        return measured
+    if not isinstance(bandwidth, int | float) or not 0 < bandwidth <= hardware.peak_bandwidth_bytes_per_s:
+        raise InputError(
+            "bandwidth",
+            bandwidth,
+            f"must be peak, measured, or bytes per second up to the peak {hardware.peak_bandwidth_bytes_per_s:g}",
+            "Give for instance 887e9.",
+        )
+    return float(bandwidth)
+
+
+def predict_step(
+    config: ModelConfig,
+    step: Step,
+    hardware: Hardware | str,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    attention: Attention = "causal",
+    logits: Logits = "last",
+    experts: Experts = "expected",
+    tp: int = 1,
+    ep: int = 1,
+    bandwidth: Bandwidth = "peak",
+) -> StepTime:
+    """Least time of one step: each op takes the longer of FLOPs at the peak and bytes at the bandwidth.
+
+    Bytes are weights and KV cache; activations can stay on the chip, so they are left out, and so are launches. What
+    is left out makes real steps slower, never faster.
+    """
+    check_step(config, step)
+    mesh = check_mesh(config, Mesh(tp, ep))
+    hardware = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    policy = DtypePolicy.of(dtype, kv_dtype)
+    rows = count_step(
+        config, step, dtype=dtype, kv_dtype=kv_dtype, attention=attention, logits=logits, experts=experts, mesh=mesh
+    )
+    comms = count_comms(config, step, mesh, policy.activation, logits)
+    return time_step(rows, comms, device_of(hardware, policy, bandwidth))
+
+
+def time_step(rows: tuple[CountRow, ...], comms: tuple[CommRow, ...], device: Device) -> StepTime:
+    """Times the counted ops of a step on a device; counts may be numpy arrays."""
+    ops = tuple(_op_time(row, device) for row in rows)
+    if comms and device.link_bytes_per_s is None:
+        raise InputError(
+            "tp", comms[0].devices, "no link to another device is known for this hardware", "Use one device."
+        )
+    communication: Any = (
+        sum(comm.sent_bytes for comm in comms) / device.link_bytes_per_s if device.link_bytes_per_s else 0.0
+    )
+    totals = sum_rows(rows)
+    time = sum(op.time_s for op in ops) + communication
+    return StepTime(
+        ops,
+        comms,
+        totals["flops"],
+        totals["bytes"],
+        sum(op.compute_s for op in ops),
+        sum(op.memory_s for op in ops),
+        communication,
+        0.0,
+        time,
+        device,
+    )
+
+
+def _op_time(row: CountRow, device: Device) -> OpTime:
+    compute = row.flops / device.flops_per_s
+    memory = row.bytes / device.bandwidth_bytes_per_s
+    return OpTime(row, compute, memory, _larger(compute, memory))
+
+
+def _larger(a: Any, b: Any) -> Any:
+    if hasattr(a, "shape") or hasattr(b, "shape"):
+        return (a + b + abs(a - b)) / 2
+    return max(a, b)
+
+
+@dataclass(frozen=True)
+class RequestRow:
+    """`batch` requests of one prompt and output length served together. Times in seconds; low and high bound e2e_s."""
+
+    batch: int
+    fits: bool
+    ttft_s: float
+    tpot_s: float | None  # None when one token is asked for: the prefill makes it
+    e2e_s: float
+    tokens_per_s_per_sequence: float | None
+    throughput_tokens_per_s: float
+    mfu: float
+    mbu: float
+    limited_by: str
+    low: float
+    high: float | None  # None: the bound has no upper limit
+
+
+@dataclass(frozen=True)
+class Prediction:
+    rows: tuple[RequestRow, ...]
+    profile: Profile
+
+
+def predict(
+    config: ModelConfig,
+    hardware: Hardware | str,
+    *,
+    prompt: int,
+    output: int,
+    batch: int | Sequence[int] = 1,
+    profile: str = "bound",
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    experts: Experts = "expected",
+    tp: int = 1,
+    ep: int = 1,
+    bandwidth: Bandwidth = "peak",
+) -> Prediction:
+    """Predicts time to first token, time per output token and throughput of batches of equal requests.
+
+    One prefill of the whole batch makes the first tokens; `output - 1` decode steps make the rest, the n-th attending
+    prompt + n tokens. prompt and output in tokens.
+    """
+    known = load_profile(profile)
+    batches = (batch,) if isinstance(batch, int) else tuple(batch)
+    hardware = load_hardware(hardware) if isinstance(hardware, str) else hardware
+    mesh = check_mesh(config, Mesh(tp, ep))
+    _check_request(config, prompt, output, batches)
+    request = _Request(config, hardware, prompt, output, dtype, kv_dtype, experts, mesh, bandwidth)
+    return Prediction(tuple(request.row(size) for size in batches), known)
+
+
+def _check_request(config: ModelConfig, prompt: int, output: int, batches: tuple[int, ...]) -> None:
+    for name, value in (("prompt", prompt), ("output", output)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(name, value, "must be a positive integer", "Give a length in tokens.")
+    if not batches:
+        raise InputError("batch", [], "names no batch size", "Give a number or a range such as 1..64.")
+    longest = prompt + output - 1  # the last output is never fed back
+    for size in batches:
+        check_step(config, Step(size, 1, longest))
+
+
+@dataclass(frozen=True)
+class _Request:
+    config: ModelConfig
+    hardware: Hardware
+    prompt: int
+    output: int
+    dtype: str
+    kv_dtype: str | None
+    experts: Experts
+    mesh: Mesh
+    bandwidth: Bandwidth
+
+    def time(self, step: Step) -> StepTime:
+        policy = DtypePolicy.of(self.dtype, self.kv_dtype)
+        rows = count_step(
+            self.config,
+            step,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            experts=self._experts(step),
+            mesh=self.mesh,
+            check=False,
+        )
+        return time_step(
+            rows,
+            count_comms(self.config, step, self.mesh, policy.activation),
+            device_of(self.hardware, policy, self.bandwidth),
+        )
+
+    def _experts(self, step: Step) -> Experts:
+        # A measured number of distinct experts speaks of decode steps; a prefill reads what its tokens are expected to.
+        return self.experts if isinstance(self.experts, str) or step.phase == "decode" else "expected"
+
+    def row(self, batch: int) -> RequestRow:
+        prefill = self.time(Step.prefill(batch, self.prompt))
+        decodes = [self.time(Step.decode(batch, self.prompt + n)) for n in _sample(self.output - 1)]
+        weights = _weights(self.output - 1)
+        decode_s = sum(w * d.time_s for w, d in zip(weights, decodes, strict=True))
+        e2e = prefill.time_s + decode_s
+        flops = prefill.flops + sum(w * d.flops for w, d in zip(weights, decodes, strict=True))
+        moved = prefill.bytes + sum(w * d.bytes for w, d in zip(weights, decodes, strict=True))
+        tpot = decode_s / (self.output - 1) if self.output > 1 else None
+        device = prefill.device
+        return RequestRow(
+            batch,
+            self.fits(batch),
+            prefill.time_s,
+            tpot,
+            e2e,
+            None if tpot is None else 1 / tpot,
+            batch * self.output / e2e,
+            compute_mfu(flops, e2e, device.flops_per_s),
+            compute_mbu(moved, e2e, device.bandwidth_bytes_per_s),
+            _limit(prefill, decodes, weights),
+            low=e2e,
+            high=None,
+        )
+
+    def fits(self, batch: int) -> bool:
+        """Whether weights and the whole batch's KV cache are within what the device reports as its memory."""
+        policy = DtypePolicy.of(self.dtype, self.kv_dtype)
+        tokens = batch * (self.prompt + self.output)
+        need = count_weight_bytes(self.config, self.dtype, self.mesh) + tokens * count_kv_bytes_per_token(
+            self.config, policy.kv, self.mesh
+        )
+        return need <= self.hardware.usable_memory_bytes
+
+
+# Step time is convex and piecewise linear in the context, so a few points carry its sum over a long output.
+_POINTS = 65
+
+
+def _sample(steps: int) -> list[int]:
+    """Which decode steps to time, counted from 1: all of a short output, evenly spaced ones of a long output."""
+    if steps <= _POINTS:
+        return list(range(1, steps + 1))
+    return [1 + round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)]
+
+
+def _weights(steps: int) -> list[float]:
+    """How many decode steps each sampled one stands for (trapezoids between samples)."""
+    points = _sample(steps)
+    if steps <= _POINTS:
+        return [1.0] * len(points)
+    gaps = [b - a for a, b in pairwise(points)]
+    inner = [(a + b) / 2 for a, b in pairwise(gaps)]
+    return [(gaps[0] + 1) / 2, *inner, (gaps[-1] + 1) / 2]
+
+
+def _limit(prefill: StepTime, decodes: list[StepTime], weights: list[float]) -> str:
+    """The term that takes most of the request's time."""
+    terms = {"compute": 0.0, "weights from memory": 0.0, "KV cache from memory": 0.0, "communication": 0.0}
+    for weight, step in [(1.0, prefill), *zip(weights, decodes, strict=True)]:
+        terms["communication"] += weight * step.communication_s
+        for op in step.ops:
+            if op.bound == "compute":
+                terms["compute"] += weight * op.time_s
+            elif op.row.bytes:
+                share = op.row.weight_bytes / op.row.bytes
+                terms["weights from memory"] += weight * op.time_s * share
+                terms["KV cache from memory"] += weight * op.time_s * (1 - share)
+    return max(terms, key=lambda name: terms[name])
+
+
+def sweep(
+    config: ModelConfig,
+    hardware: Sequence[Hardware | str],
+    batch: ArrayLike,
+    context: ArrayLike,
+    *,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    bandwidth: Bandwidth = "peak",
+) -> dict[str, NDArray[Any]]:
+    """Decode steps over every device, batch and context at once: arrays of [device, batch, context].
+
+    Returns time_s, tokens_per_s, flops, bytes and fits. A hundred thousand points take a fraction of a second.
+    """
+    import numpy as np
+
+    batches, contexts = np.asarray(batch, np.float64).reshape(-1, 1), np.asarray(context, np.float64).reshape(1, -1)
+    if batches.min() < 1 or contexts.min() < 1 or contexts.max() > config.context_length:
+        raise InputError(
+            "context",
+            [float(contexts.min()), float(contexts.max())],
+            f"batches must be at least 1 and contexts from 1 to {config.context_length}",
+            "Choose values within.",
+        )
+    chips = [load_hardware(item) if isinstance(item, str) else item for item in hardware]
+    policy = DtypePolicy.of(dtype, kv_dtype)
+    rows = count_step(config, Step.decode(batches, contexts), dtype=dtype, kv_dtype=kv_dtype, check=False)
+    times = [time_step(rows, (), device_of(chip, policy, bandwidth)) for chip in chips]
+    need = count_weight_bytes(config, dtype) + batches * contexts * count_kv_bytes_per_token(config, policy.kv)
+    shape = (len(chips), batches.size, contexts.size)
+    stacked = np.stack([np.broadcast_to(step.time_s, shape[1:]) for step in times])
+    return {
+        "time_s": stacked,
+        "tokens_per_s": batches / stacked,
+        "flops": np.broadcast_to(times[0].flops, shape),
+        "bytes": np.broadcast_to(times[0].bytes, shape),
+        "fits": np.stack([need <= chip.usable_memory_bytes for chip in chips]),
+    }
