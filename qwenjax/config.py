@@ -11,25 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from qwenjax.errors import InputError
-from qwenjax.hf_keys import Note
+from qwenjax.field_reader import plain_integer
+from qwenjax.hf_keys import LARGEST, LIMITS, Note
 from qwenjax.hf_reader import read_fields
 from qwenjax.known_models import known_model_config, known_model_names
 from qwenjax.quantization import Quantization, read_hf_quant_config
 from qwenjax.rope_config import RopeScaling
-
-# Above these a size is a slip of the pen, not a model; they also keep every count below 2^63.
-_LIMITS = {
-    "num_hidden_layers": 4096,
-    "hidden_size": 2**20,
-    "vocab_size": 2**26,
-    "intermediate_size": 2**24,
-    "num_attention_heads": 2**14,
-    "head_dim": 2**14,
-    "num_experts": 2**16,
-    "moe_intermediate_size": 2**24,
-    "shared_expert_intermediate_size": 2**24,
-    "max_position_embeddings": 2**31,
-}
 
 
 @dataclass(frozen=True)
@@ -74,6 +61,7 @@ class ModelConfig:
     notes: tuple[Note, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
+        _check_ranges(self)
         if not self.sliding_windows:
             object.__setattr__(self, "sliding_windows", (None,) * self.num_hidden_layers)
         _check_sizes(self)
@@ -87,6 +75,13 @@ class ModelConfig:
         """
         if isinstance(source, Mapping):
             return cls(**read_fields(source))
+        if not isinstance(source, str) and not isinstance(getattr(source, "__fspath__", lambda: None)(), str):
+            raise InputError(
+                "source",
+                source,
+                "must be a path, a known model's name or the object of a config.json",
+                "Parse text with json.loads first.",
+            )
         return load_config(source)
 
     @property
@@ -136,13 +131,14 @@ class ModelConfig:
 
 def load_config(source: str | os.PathLike[str]) -> ModelConfig:
     """Reads the config of a path to a config.json, a folder that holds one, or a known model's name."""
-    path = Path(source)
-    text = os.fspath(source)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(text, None, "the folder has no config.json", "Name a Hugging Face checkpoint folder.")
+    path, text = Path(source), os.fspath(source)
+    # os.path answers False where pathlib raises: names too long, folders that can't be entered.
+    if os.path.isdir(text):
         path = path / "config.json"
-    if path.is_file():
+        if not os.path.isfile(path):
+            raise InputError(text, None, "the folder has no config.json", "Name a Hugging Face checkpoint folder.")
+        return _from_file(path)
+    if os.path.exists(text):
         return _from_file(path)
     if text.endswith(".json") or text.startswith((".", "/", "~")):
         raise InputError(
@@ -157,11 +153,11 @@ def load_config(source: str | os.PathLike[str]) -> ModelConfig:
 
 def _from_file(path: Path) -> ModelConfig:
     folder_name = path.resolve().parent.name if path.name == "config.json" else path.stem
-    config = ModelConfig(**read_fields(read_json(path)), name=folder_name)
+    fields = read_fields(read_json(path))
     beside = path.with_name("hf_quant_config.json")
-    if config.quantization is None and path.name == "config.json" and beside.is_file():
-        object.__setattr__(config, "quantization", read_hf_quant_config(read_json(beside)))
-    return config
+    if fields["quantization"] is None and path.name == "config.json" and beside.is_file():
+        fields["quantization"] = read_hf_quant_config(read_json(beside))
+    return ModelConfig(**fields, name=folder_name)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
@@ -176,7 +172,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
         return result
 
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=pairs)
+        value = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=pairs)  # some editors write a BOM
     except UnicodeDecodeError as error:
         raise InputError(str(path), None, f"isn't UTF-8 text ({error.reason})", "Give a config.json.") from None
     except json.JSONDecodeError as error:
@@ -184,6 +180,11 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise InputError(
             str(path), None, f"isn't valid JSON ({error.msg}, {where})", "Correct or download the file again."
         ) from None
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, or brackets without end
+        what = "nests too deep" if isinstance(error, RecursionError) else "holds a number too long to read"
+        raise InputError(str(path), None, what, "Give a config.json.") from None
     except OSError as error:
         raise InputError(
             str(path), None, f"can't be read ({error.strerror})", "Check the path and its permissions."
@@ -193,11 +194,31 @@ def read_json(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _check_sizes(config: ModelConfig) -> None:
-    for name, limit in _LIMITS.items():
-        value = getattr(config, name)
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "decoder_sparse_step",
+)
+
+
+def _check_ranges(config: ModelConfig) -> None:
+    """Refuses sizes that are no counts, before anything is computed from them."""
+    for name in (*_SIZES, *(name for name in LIMITS if name not in _SIZES)):
+        value, least = getattr(config, name), 1 if name in _SIZES else 0
+        if not plain_integer(value) or value < least:
+            raise InputError(name, value, f"must be an integer of at least {least}", "Check the value.")
+        limit = LIMITS.get(name, LARGEST)
         if value > limit:
-            raise InputError(name, value, f"is larger than any model's ({limit})", "Check the file.")
+            raise InputError(name, value, f"is larger than any model's ({limit})", "Check the value.")
+
+
+def _check_sizes(config: ModelConfig) -> None:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -228,10 +249,11 @@ def _check_sizes(config: ModelConfig) -> None:
             "mlp_only_layers", stray[0], f"is no layer of the {config.num_hidden_layers}", "Layers count from 0."
         )
     if config.model_type.endswith("_moe") and not config.is_moe:
+        by_step = config.decoder_sparse_step > config.num_hidden_layers
+        field = "num_experts" if not config.num_experts else "decoder_sparse_step" if by_step else "mlp_only_layers"
         raise InputError(
-            "mlp_only_layers",
-            list(config.mlp_only_layers),
-            f"leaves no sparse layer (num_experts {config.num_experts}, "
-            f"decoder_sparse_step {config.decoder_sparse_step})",
-            "Use the dense model_type, or correct the fields.",
+            field,
+            getattr(config, field),
+            f"leaves no mixture-of-experts layer among the {config.num_hidden_layers}",
+            f"Use model_type {config.model_type.removesuffix('_moe')}, or correct the field.",
         )

@@ -15,9 +15,13 @@ class InputError(ValueError):
         self.problem = problem
         self.remedy = remedy
         shown = "" if value is None else f" = {_short(value)}"
-        super().__init__(f"{field}{shown}: {problem}. {remedy}")
+        # A file can hold half a surrogate pair, which no terminal can print.
+        super().__init__(f"{field}{shown}: {problem}. {remedy}".encode("utf-8", "backslashreplace").decode())
 
 
 def _short(value: object, limit: int = 120) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write out integers of thousands of digits
+        return f"<{type(value).__name__} too long to show>"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -13,6 +13,23 @@ class Note(NamedTuple):
     text: str
 
 
+# Above these a size is a slip of the pen, not a model; they also keep every count below 2^63.
+LARGEST = 2**31
+LIMITS = {
+    "num_hidden_layers": 4096,
+    "hidden_size": 2**20,
+    "vocab_size": 2**26,
+    "intermediate_size": 2**24,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "num_experts": 2**16,
+    "num_experts_per_tok": 2**16,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+    "max_position_embeddings": LARGEST,
+}
+
 MODEL_TYPES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 # Keys that ModelConfig reads. One spelling per concept; the other spellings are in ALIASES.
@@ -73,6 +90,8 @@ HARMLESS = frozenset(
         "_attn_implementation_autoset",
         "_commit_hash",
         "_name_or_path",
+        "_attn_implementation_internal",
+        "attn_implementation",
         "auto_map",
         "bad_words_ids",
         "begin_suppress_tokens",
@@ -86,6 +105,7 @@ HARMLESS = frozenset(
         "finetuning_task",
         "forced_bos_token_id",
         "forced_eos_token_id",
+        "gradient_checkpointing",
         "id2label",
         "label2id",
         "length_penalty",
@@ -119,6 +139,7 @@ HARMLESS = frozenset(
         "unsloth_version",
         "use_bfloat16",
         "use_cache",
+        "use_qk_norm",  # checked against the architecture
         "_from_model_config",
     }
 )
@@ -139,12 +160,13 @@ HARMLESS_ONLY: dict[str, Only] = {
     "tie_encoder_decoder": Only(False, "an encoder-decoder stack"),
     "pruned_heads": Only({}, "pruned attention heads"),
     "use_mrope": Only(False, "multimodal rotary embeddings"),
-    "use_qk_norm": Only(True, "attention without QK-norm"),
     "mlp_bias": Only(False, "biases in the MLP"),
     "pretraining_tp": Only(1, "tensor-parallel pretraining layout"),
+    "partial_rotary_factor": Only(1, "rotary embedding of a part of each head"),
 }
 
-# Keys of architectures or features that nothing here implements, with the reason that the refusal gives.
+# Keys of architectures or features that nothing here implements, with the reason that the refusal gives. At null,
+# false, 0 or empty they say that the feature is absent.
 REFUSED: dict[str, str] = {
     "dual_chunk_attention_config": "dual chunk attention is not plain causal attention and is not implemented",
     "vision_config": "vision models are not implemented",
@@ -159,7 +181,7 @@ REFUSED: dict[str, str] = {
     "linear_value_head_dim": "hybrid linear attention is not implemented",
     "linear_conv_kernel_dim": "hybrid linear attention is not implemented",
     "attn_output_gate": "gated attention output is not implemented",
-    "partial_rotary_factor": "partial rotary embeddings are not implemented",
+    "quantization": "weights quantised by MLX are not implemented",
     "num_nextn_predict_layers": "multi-token prediction layers are not implemented",
     "mtp_num_hidden_layers": "multi-token prediction layers are not implemented",
     "n_shared_experts": "shared experts in the DeepSeek spelling are not implemented",
@@ -179,3 +201,12 @@ FOREIGN_TYPES: tuple[tuple[str, str], ...] = (
     ("qwen3_5", "hybrid linear attention is not implemented"),
     ("qwen", "the first Qwen generation runs custom code and is not implemented"),
 )
+
+# Other JSON files of a checkpoint folder, by a key that gives them away.
+OTHER_FILES: dict[str, str] = {
+    "weight_map": "the index of a sharded checkpoint",
+    "quantization": "modelopt's hf_quant_config.json",
+    "added_tokens_decoder": "a tokenizer_config.json",
+    "temperature": "a generation_config.json",
+    "do_sample": "a generation_config.json",
+}

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from qwenjax.errors import InputError
-from qwenjax.hf_keys import Note
+from qwenjax.field_reader import finite_number, plain_integer, wrong_type
+from qwenjax.hf_keys import LARGEST, Note
 
 SUPPORTED_TYPES = ("default", "linear", "yarn")
+_REASONS = {
+    "dynamic": "its frequencies depend on the longest position seen",
+    "mrope": "it is the rotary embedding of vision models",
+}
 DEFAULT_THETA = 10000.0  # transformers' own default when a config has no rope_theta
 
 _KEYS = frozenset(
@@ -96,6 +101,8 @@ def _block(key: str, value: Any, remarks: list[Note]) -> Mapping[str, Any]:
                 )
             )
             continue
+        if name == "partial_rotary_factor" and value[name] in (None, 1):
+            continue
         raise InputError(f"{key}.{name}", value[name], "is not implemented", f"Known keys: {', '.join(sorted(_KEYS))}.")
     for name in ("factor", "rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if value.get(name) is not None:
@@ -104,7 +111,7 @@ def _block(key: str, value: Any, remarks: list[Note]) -> Mapping[str, Any]:
 
 
 def _theta(config: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]], remarks: list[Note]) -> float:
-    found = {f"{key}.rope_theta": block["rope_theta"] for key, block in blocks.items() if "rope_theta" in block}
+    found = {f"{key}.rope_theta": block["rope_theta"] for key, block in blocks.items() if block.get("rope_theta")}
     if config.get("rope_theta") is not None:
         _positive("rope_theta", config["rope_theta"])
         found["rope_theta"] = config["rope_theta"]
@@ -135,15 +142,10 @@ def _theta(config: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]], r
 def _scaling(
     key: str, block: Mapping[str, Any], max_position_embeddings: int, remarks: list[Note]
 ) -> RopeScaling | None:
-    types = {name: block[name] for name in ("rope_type", "type") if name in block}
-    if len(set(map(repr, types.values()))) > 1:
-        raise InputError(
-            f"{key}.type", block["type"], f"disagrees with rope_type {block['rope_type']!r}", "Keep rope_type."
-        )
-    rope_type = next(iter(types.values()), "default")
-    if rope_type not in SUPPORTED_TYPES:
-        raise InputError(f"{key}.rope_type", rope_type, "is not implemented", f"Known: {', '.join(SUPPORTED_TYPES)}.")
+    rope_type = _rope_type(key, block)
     if rope_type == "default":
+        if block.get("factor") is not None:
+            remarks.append(Note("ignored", f"{key}.factor", "rope_type default doesn't stretch the context"))
         return None
     if block.get("factor") is None:
         raise InputError(
@@ -154,39 +156,18 @@ def _scaling(
         raise InputError(
             f"{key}.factor", factor, "must be at least 1", "A factor of 4.0 stretches the context fourfold."
         )
-    original = block.get("original_max_position_embeddings")
-    if original is None:
-        original = max_position_embeddings
-        if rope_type == "yarn":
-            remarks.append(
-                Note(
-                    "default",
-                    f"{key}.original_max_position_embeddings",
-                    f"missing; max_position_embeddings {original} taken",
-                )
-            )
-    if isinstance(original, bool) or not isinstance(original, int) or original < 1:
-        raise InputError(
-            f"{key}.original_max_position_embeddings",
-            original,
-            "must be a positive integer",
-            "Give the length the model was trained with, such as 32768.",
-        )
+    original = _original_length(key, block, rope_type, max_position_embeddings, remarks)
+    if factor * original > LARGEST:
+        problem = f"stretches {original} positions beyond any model's ({LARGEST})"
+        raise InputError(f"{key}.factor", factor, problem, "Check the file.")
     implied = max_position_embeddings / original
     if rope_type == "yarn" and implied > 1 and not math.isclose(implied, factor):
-        remarks.append(
-            Note(
-                "warning",
-                f"{key}.factor",
-                (
-                    f"{factor:g} is used, although max_position_embeddings / "
-                    f"original_max_position_embeddings is {implied:g}"
-                ),
-            )
-        )
+        text = f"max_position_embeddings / original_max_position_embeddings is {implied:g}"
+        remarks.append(Note("warning", f"{key}.factor", f"{factor:g} is used, although {text}"))
     truncate = block.get("truncate", True)
     if not isinstance(truncate, bool):
-        raise InputError(f"{key}.truncate", truncate, "must be true or false", "Leave it out for the default, true.")
+        must = "must be true or false"
+        raise wrong_type(f"{key}.truncate", truncate, must, "Leave it out for the default, true.")
     return RopeScaling(
         rope_type,
         factor,
@@ -200,11 +181,44 @@ def _scaling(
     )
 
 
+def _rope_type(key: str, block: Mapping[str, Any]) -> str:
+    types = {name: block[name] for name in ("rope_type", "type") if block.get(name) is not None}
+    if len(set(map(repr, types.values()))) > 1:
+        raise InputError(
+            f"{key}.type", block["type"], f"disagrees with rope_type {block['rope_type']!r}", "Keep rope_type."
+        )
+    if not types and block.get("factor") is not None:
+        problem = f"is missing beside the factor {block['factor']!r}"
+        raise InputError(f"{key}.rope_type", None, problem, f"Known: {', '.join(SUPPORTED_TYPES)}.")
+    rope_type = next(iter(types.values()), "default")
+    if not isinstance(rope_type, str) or rope_type not in SUPPORTED_TYPES:
+        reason = _REASONS.get(rope_type) if isinstance(rope_type, str) else None
+        problem = f"is not implemented{f': {reason}' if reason else ''}"
+        raise InputError(f"{key}.rope_type", rope_type, problem, f"Known: {', '.join(SUPPORTED_TYPES)}.")
+    return rope_type
+
+
+def _original_length(
+    key: str, block: Mapping[str, Any], rope_type: str, max_position_embeddings: int, remarks: list[Note]
+) -> int:
+    """The length that the model was trained with, in tokens; max_position_embeddings where the block doesn't say."""
+    field = f"{key}.original_max_position_embeddings"
+    original = block.get("original_max_position_embeddings")
+    if original is None:
+        if rope_type == "yarn":
+            remarks.append(Note("default", field, f"missing; max_position_embeddings {max_position_embeddings} taken"))
+        return max_position_embeddings
+    if not plain_integer(original) or not 1 <= original <= LARGEST:
+        remedy = "Give the length the model was trained with, such as 32768."
+        raise InputError(field, original, f"must be a positive integer up to {LARGEST}", remedy)
+    return int(original)
+
+
 def _maybe(block: Mapping[str, Any], name: str) -> float | None:
     value = block.get(name)
     return None if value is None else float(value)
 
 
 def _positive(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if not finite_number(value) or value <= 0:
         raise InputError(field, value, "must be a positive number", "Write a JSON number without quotes.")
