@@ -15,6 +15,7 @@ a CPU reads a row for each output, at twice the bandwidth of the other order (be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Literal, NamedTuple
 
 from qwenjax.config import ModelConfig
@@ -295,3 +296,27 @@ def _leaf_letters() -> dict[str, str]:
 
 
 _LEAF_LETTERS = _leaf_letters()
+
+
+class Product(NamedTuple):
+    """An einsum as one batched matrix product: letters of each operand, of the batch, of x's rows, of y's columns, and summed."""
+
+    x: str
+    y: str
+    out: str
+    batch: str
+    rows: str
+    columns: str
+    contracted: str
+
+
+@cache
+def as_product(einsum: str) -> Product:
+    """Sorts the letters of a two-operand einsum; every contraction of the step is one matrix product a batch entry."""
+    inputs, out = einsum.split("->")
+    x, y = inputs.split(",")
+    batch = "".join(letter for letter in x if letter in y and letter in out)
+    rows = "".join(letter for letter in out if letter in x and letter not in y)
+    columns = "".join(letter for letter in out if letter in y and letter not in x)
+    contracted = "".join(letter for letter in y if letter in x and letter not in out)
+    return Product(x, y, out, batch, rows, columns, contracted)
