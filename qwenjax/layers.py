@@ -10,6 +10,8 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 
 from qwenjax.ops import EINSUM, as_product
 from qwenjax.rope_config import RopeScaling
@@ -21,8 +23,8 @@ def contract(op: str, x: Array, y: Array) -> Array:
     """Runs the einsum of a named op as one matrix product with a single axis of rows, columns and summands.
 
     XLA's CPU compiler runs products with several free axes ten times slower than the same product with the axes merged,
-    and the merge costs nothing: the inventory lays weights and cache so that merged axes are neighbours. Float32 is kept
-    whole on devices that would round it (TF32).
+    and the merge costs nothing: the inventory lays weights and cache so that merged axes are neighbours. Float32 is
+    kept whole on devices that would round it (TF32).
     """
     plan = as_product(EINSUM[op])
     sizes = dict(zip(plan.x + plan.y, x.shape + y.shape, strict=True))
@@ -56,17 +58,20 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * scaled.astype(x.dtype)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[list[float], float]:
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[npt.NDArray[np.float32], float]:
     """Angle of each pair of channels for one position, radians, and the factor on cos and sin.
 
     Linear scaling divides every frequency; YaRN (arXiv 2309.00071, with transformers' rounding of the range) keeps the
-    fast ones, divides the slow ones and blends between.
+    fast ones, divides the slow ones and blends between. Exponent, power and reciprocal are each rounded to float32, as
+    in transformers: the last bit of a frequency, times 32768 positions, moves a logit by a thousandth.
     """
-    plain = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    periods = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+    plain: npt.NDArray[np.float32] = np.float32(1) / periods
     if scaling is None:
         return plain, 1.0
     if scaling.rope_type == "linear":
-        return [f / scaling.factor for f in plain], 1.0
+        return plain / np.float32(scaling.factor), 1.0
     low, high = (
         _turns_to_channel(turns, head_dim, theta, scaling.original_max_position_embeddings)
         for turns in (scaling.beta_fast, scaling.beta_slow)
@@ -74,11 +79,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    span = high - low or 0.001
-    blends = [min(max((i - low) / span, 0.0), 1.0) for i in range(head_dim // 2)]
-    return [f * (1 - t) + f / scaling.factor * t for f, t in zip(plain, blends, strict=True)], _attention_factor(
-        scaling
-    )
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low or 0.001)
+    kept = 1 - np.clip(ramp, 0, 1)
+    stretched = np.float32(1) / (np.float32(scaling.factor) * periods)
+    return stretched * (1 - kept) + plain * kept, _attention_factor(scaling)
 
 
 def _turns_to_channel(turns: float, head_dim: int, theta: float, positions: int) -> float:
@@ -103,7 +107,7 @@ def rope_tables(
 ) -> tuple[Array, Array]:
     """cos and sin, each [B, T, H/2], from float32 angles, cast to the model's dtype last."""
     frequencies, factor = rope_frequencies(head_dim, theta, scaling)
-    angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    angles = positions_BT[..., None].astype(jnp.float32) * jnp.asarray(frequencies)
     return (jnp.cos(angles) * factor).astype(dtype), (jnp.sin(angles) * factor).astype(dtype)
 
 
