@@ -20,8 +20,5 @@ class InputError(ValueError):
 
 
 def _short(value: object, limit: int = 120) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to write out integers of thousands of digits
-        return f"<{type(value).__name__} too long to show>"
+    text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

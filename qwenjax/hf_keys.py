@@ -158,10 +158,10 @@ HARMLESS_ONLY: dict[str, Only] = {
     "is_encoder_decoder": Only(False, "an encoder-decoder stack"),
     "cross_attention_hidden_size": Only(None, "cross attention"),
     "tie_encoder_decoder": Only(False, "an encoder-decoder stack"),
-    "pruned_heads": Only({}, "pruned attention heads"),
-    "use_mrope": Only(False, "multimodal rotary embeddings"),
-    "mlp_bias": Only(False, "biases in the MLP"),
-    "pretraining_tp": Only(1, "tensor-parallel pretraining layout"),
+    "pruned_heads": Only({}, "pruning of attention heads"),
+    "use_mrope": Only(False, "multimodal rotary embedding"),
+    "mlp_bias": Only(False, "a bias in the MLP"),
+    "pretraining_tp": Only(1, "a layout of tensor-parallel pretraining"),
     "partial_rotary_factor": Only(1, "rotary embedding of a part of each head"),
 }
 
