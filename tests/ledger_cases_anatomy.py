@@ -23,6 +23,7 @@ from ledger_models import (
     seed_prefill,
     step_sum,
 )
+from ledger_tiny import kv_heads_read, rope_partners
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
@@ -172,13 +173,13 @@ CASES: dict[str, Case] = {
     "S000-066": kernel_matmul_steps,
     "S000-067": lambda: letters(M, "BNTH", Step.prefill(1, 6)),
     "S000-068": lambda: product_of(M, "NH"),
-    "S000-070": lambda: [f.kv_head_of(head, 28, 4) for head in (0, 6, 7, 13, 14, 27)],
+    "S000-070": lambda: kv_heads_read(28, 4, (0, 6, 7, 13, 14, 27)),
     "S000-072": lambda: params(MHA_7B).kv_bytes_per_token / params(M).kv_bytes_per_token,
     "S000-073": lambda: [params(c).attention_flops["decode_per_context_token"] for c in (M, MHA_7B)],
     "S000-074": decode_reads_kv_heads_only,
     "S000-075": lambda: row(M, "rope", Step()).weight_bytes,
     "S000-076": lambda: [f.rope_frequencies(128, M.rope_theta)[i] for i in (0, 1, 32, 63)],
-    "S000-077": lambda: [list(f.rope_pair(i, 128)) for i in (0, 1, 63)],
+    "S000-077": lambda: rope_partners(128, (0, 1, 63)),
     "S000-081": lambda: f.attention_flops_per_pair(1, 128),
     "S000-082": lambda: f.attention_flops_per_pair(28, 128),
     "S000-083": lambda: f.prefill_attention_flops_per_token_squared(28, 128),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ledger_models import QWEN3_8B, Case, group, in_out, letters, params, per_layer, percent_of, product_of, step_sum
+from ledger_tiny import kv_heads_read, rope_partners
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
+from qwenjax.layers import rope_frequencies
 from qwenjax.ops import weights_of
 from roofline import formulas as f
 
@@ -68,10 +70,10 @@ CASES: dict[str, Case] = {
     "S002-026": lambda: group(M, "attention_bias"),
     "S002-029": lambda: qk_norm_shapes()[0],
     "S002-030": qk_norm_shapes,
-    "S002-034": lambda: len(f.rope_frequencies(M.head_dim, M.rope_theta)),
-    "S002-037": lambda: [list(f.rope_pair(i, M.head_dim)) for i in (0, 1)],
-    "S002-038": lambda: f.rope_frequencies(2, 1e6)[0],
-    "S002-040": lambda: [f.kv_head_of(head, 32, 8) for head in (0, 3, 4, 7, 31)],
+    "S002-034": lambda: len(rope_frequencies(M.head_dim, M.rope_theta, None)[0]),
+    "S002-037": lambda: rope_partners(M.head_dim, (0, 1)),
+    "S002-038": lambda: rope_frequencies(2, 1e6, None)[0][0],
+    "S002-040": lambda: kv_heads_read(32, 8, (0, 3, 4, 7, 31)),
     "S002-042": lambda: f.attention_scale(M.head_dim),
     "S002-043": lambda: [params(c).attention_flops["decode_per_context_token"] for c in (M, MHA_8B)],
     "S002-050": lambda: [*letters(M, "NH"), product_of(M, "NH")],

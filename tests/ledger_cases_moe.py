@@ -19,6 +19,7 @@ from ledger_models import (
     per_layer,
     product_of,
 )
+from ledger_tiny import kv_heads_read
 
 from qwenjax.config import ModelConfig
 from roofline import formulas as f
@@ -79,7 +80,7 @@ CASES: dict[str, Case] = {
     "S001-018": lambda: letters(MOE, "EA"),
     "S001-019": lambda: f.mlp_params(2048, 768) / f.matrix_params(2048, 768),
     "S001-020": lambda: product_of(MOE, "G"),
-    "S001-021": lambda: [f.kv_head_of(head, 32, 4) for head in (0, 7, 8, 15, 16, 31)],
+    "S001-021": lambda: kv_heads_read(32, 4, (0, 7, 8, 15, 16, 31)),
     "S001-022": lambda: [DENSE.hidden_size, product_of(DENSE, "NH")],
     "S001-023": lambda: in_out(DENSE, "q_proj"),
     "S001-024": lambda: [MOE.hidden_size, product_of(MOE, "NH")],

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwenjax.config import ModelConfig
-from qwenjax.layers import causal_mask, contract, rope_tables
+from qwenjax.layers import apply_rope, attention, causal_mask, contract, rope_tables
 from qwenjax.model import Block
 from qwenjax.ops import leaf_letters
 from qwenjax.weights import Params, layer_scopes, param_shapes
@@ -115,3 +115,19 @@ def matmul(x: object, y: object) -> Array:
 
 def apply_down(x_BTF: Array, w_FD: Array) -> Array:
     return contract("down_proj", x_BTF, laid("down_proj", "FD", w_FD))
+
+
+def kv_heads_read(heads: int, kv_heads: int, asked: tuple[int, ...]) -> list[int]:
+    """Which KV head each query head attends: every KV head's one value vector holds its own number."""
+    numbers = jnp.arange(kv_heads, dtype=jnp.float32)
+    q, k = jnp.ones((1, 1, kv_heads, heads // kv_heads, 2)), jnp.ones((1, kv_heads, 1, 2))
+    v = jnp.broadcast_to(numbers[None, :, None, None], k.shape)
+    out_BTKGH = attention(q, k, v, jnp.ones((1, 1, 1), bool))
+    return [int(out_BTKGH.reshape(heads, 2)[head, 0]) for head in asked]
+
+
+def rope_partners(head_dim: int, components: tuple[int, ...]) -> list[list[int]]:
+    """The two channels that RoPE mixes, for each of some channels: where a turned unit vector is not zero."""
+    tables = rope_tables(jnp.asarray([[1000]]), head_dim, 1e6, None, jnp.dtype("float32"))
+    units = jnp.eye(head_dim)[:, None, None, :]
+    return [np.flatnonzero(apply_rope(units[i : i + 1], *tables)).tolist() for i in components]

@@ -447,3 +447,18 @@ def test_bounds() -> None:
     assert f.matmul_intensity(8, 16, 32, activation_bytes=2) == 2 * 8 * 16 * 32 / (2 * 16 * 32 + 2 * 8 * 48)
     assert f.memory_bandwidth_bytes_per_s(384, 21e9) == 1008e9
     assert f.load_imbalance([6, 0, 0]) == 3.0
+
+
+@given(st.integers(1, 32), st.floats(1.0, 1e7))
+def test_rope_frequencies_fall_from_one(pairs: int, theta: float) -> None:
+    frequencies = f.rope_frequencies(2 * pairs, theta)
+    assert len(frequencies) == pairs
+    assert frequencies[0] == 1
+    for i in range(1, pairs):
+        assert frequencies[i] == pytest.approx(frequencies[i - 1] * theta ** (-1 / pairs))
+    assert sorted(c for i in range(pairs) for c in f.rope_pair(i, 2 * pairs)) == list(range(2 * pairs))
+
+
+def test_query_heads_share_kv_heads_in_runs() -> None:
+    assert [f.kv_head_of(head, 6, 2) for head in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert f.attention_scale(64) == 1 / 8
