@@ -42,11 +42,24 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
     for name, width in widths.items():
         if width % mesh.tp:
             raise InputError("tp", mesh.tp, f"doesn't divide {name} {width}", "Use a divisor of it.")
+    _check_scale_groups(config, mesh, widths)
     if mesh.ep > 1 and not config.is_moe:
         raise InputError("ep", mesh.ep, "a dense model has no experts to spread", "Use tp.")
     if config.is_moe and config.num_experts % mesh.ep:
         raise InputError("ep", mesh.ep, f"doesn't divide num_experts {config.num_experts}", "Use a divisor of it.")
     return mesh
+
+
+def _check_scale_groups(config: ModelConfig, mesh: Mesh, widths: dict[str, int]) -> None:
+    """Refuses a split that cuts through weights which share a scale: their device's kernel couldn't read it."""
+    quantization = config.quantization
+    unit = (quantization.group_size or max(quantization.block or (1,))) if quantization else 1
+    attended = config.num_attention_heads * config.head_dim
+    for name, width in {**widths, "num_attention_heads x head_dim": attended}.items():
+        part = width // mesh.tp
+        if mesh.tp > 1 and part % unit:
+            problem = f"leaves {part} of {name} {width} to a device, not whole groups of {unit} that share a scale"
+            raise InputError("tp", mesh.tp, problem, "Use fewer devices, or the unquantised checkpoint.")
 
 
 def _even_splits(heads: int, kv_heads: int) -> str:
@@ -57,13 +70,14 @@ def _even_splits(heads: int, kv_heads: int) -> str:
 def device_fraction(letters: str, config: ModelConfig, mesh: Mesh) -> Fraction:
     """The share of a tensor, or of a contraction's work, that the fullest device holds.
 
-    KV heads fewer than tp are repeated: a tensor over K alone is split K ways at most. Vocabulary rows are padded up.
+    KV heads fewer than tp are repeated: a tensor over K alone is split K ways at most, and of q, k and v side by side
+    each device has its query heads and one whole key and value head. Vocabulary rows are padded up.
     """
     share = Fraction(1)
-    if "K" in letters:
-        repeated = mesh.tp > config.num_key_value_heads and not set(letters) & set("GJ")
-        share /= config.num_key_value_heads if repeated else mesh.tp
-    elif "F" in letters or "N" in letters:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if "K" in letters and mesh.tp > kv_heads and "G" not in letters:
+        share *= Fraction(heads // mesh.tp + 2, heads + 2 * kv_heads) if "J" in letters else Fraction(1, kv_heads)
+    elif set(letters) & set("KFN"):
         share /= mesh.tp
     elif "V" in letters:
         share *= Fraction(-(-config.vocab_size // mesh.tp), config.vocab_size)

@@ -52,6 +52,10 @@ def count_comms(
             )
         if op.name == "embed" and mesh.tp > 1:
             rows.append(_row("embed", "all-reduce", mesh.tp, 1, size("BTD", sizes), element_bits))
+        if op.name == "router" and mesh.ep > 1:  # each device scores its experts; the softmax is over all of them
+            rows.append(
+                _row("router", "all-gather", mesh.ep, layers_of(config, op.scope), size("BTE", sizes), element_bits)
+            )
         if op.kind == "grouped" and mesh.ep > 1:
             rows.append(
                 _row(op.name, "all-to-all", mesh.ep, layers_of(config, op.scope), size("BTAD", sizes), element_bits)
