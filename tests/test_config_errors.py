@@ -572,7 +572,8 @@ def test_message(base: Json, changes: Json, text: str) -> None:
 @pytest.mark.parametrize("key", hf_keys.REFUSED)
 def test_refused_keys_are_refused_at_a_value_and_pass_where_they_say_no(key: str) -> None:
     assert message(changed(QWEN3, **{key: 1})) == f"{key} = 1: {hf_keys.REFUSED[key]}. {PLAIN}"
-    for absent in (None, 0, False, {}, []):
+    absents: tuple[Any, ...] = (None, 0, False, {}, [])
+    for absent in absents:
         assert ModelConfig.from_hf(changed(QWEN3, **{key: absent})) == ModelConfig.from_hf(QWEN3)
 
 

@@ -245,7 +245,7 @@ def test_sizes_and_count_are_those_of_the_index(shared: Path, name: str) -> None
 def test_the_stored_count_is_exact_or_explained(shared: Path, tmp_path: Path, name: str) -> None:
     row = index_rows(shared)[name]
     known, differences = EXPLAINED.get(name, Stored({}, ()))
-    stored = count_stored_params(read_file(shared, name, tmp_path), **known)  # type: ignore[arg-type]
+    stored = count_stored_params(read_file(shared, name, tmp_path), **known)
     assert stored.differences == differences
     assert (stored.num_params, stored.stored) == (row["computed"], row["stored"])
 
@@ -271,7 +271,7 @@ def test_every_published_count(shared: Path, tmp_path: Path) -> None:
         assert [row[1], *map(int, row[3:10])] == [config.model_type, *sizes, config.head_dim, config.vocab_size, width]
         two, one = "two vocab x hidden matrices" in row[-1], "one embedding matrix" in row[-1]
         known = {**EXPLAINED.get(name, Stored({}, ())).known, **({"lm_head_stored": two} if two or one else {})}
-        assert count_stored_params(config, **known).stored == int(row[2]), row[0]  # type: ignore[arg-type]
+        assert count_stored_params(config, **known).stored == int(row[2]), row[0]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def message(config: ModelConfig, step: Step) -> str:
 
 def test_every_letter_in_use_is_in_the_legend_and_has_a_size() -> None:
     used = {letter for op in OPS for letter in op.einsum if letter not in ",->"}
-    used |= {letter for row in (*WEIGHTS, *KV) for letter in row.letters}
+    used |= {letter for letters in (*(w.letters for w in WEIGHTS), *(kv.letters for kv in KV)) for letter in letters}
     assert used - {"1"} <= set(LEGEND)
     assert set(dims(read(QWEN3))) == {*LEGEND, "1"}
 
