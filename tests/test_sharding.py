@@ -17,6 +17,7 @@ from qwenjax.sharding import Mesh, check_mesh, device_fraction
 
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 6, "hidden_size": 48}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
+TENSORS = (*(weight.letters for weight in WEIGHTS), *(tensor.letters for tensor in KV))
 FEWER = "Use fewer devices, or the unquantised checkpoint."
 
 
@@ -55,18 +56,16 @@ def test_other_letters() -> None:
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_one_device_holds_everything(base: Json) -> None:
     config = read(base)
-    for row in (*WEIGHTS, *KV):
-        assert device_fraction(row.letters, config, Mesh()) == 1
+    for letters in TENSORS:
+        assert device_fraction(letters, config, Mesh()) == 1
 
 
 @given(st.sampled_from([QWEN2_MOE, QWEN3_MOE]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_the_axes_split_independently_and_lose_nothing(base: Json, tp: int, ep: int) -> None:
     config, mesh = check_and(read(base), Mesh(tp, ep)), Mesh(tp, ep)
-    for row in (*WEIGHTS, *KV):
-        share = device_fraction(row.letters, config, mesh)
-        assert share == device_fraction(row.letters, config, Mesh(tp)) * device_fraction(
-            row.letters, config, Mesh(1, ep)
-        )
+    for letters in TENSORS:
+        share = device_fraction(letters, config, mesh)
+        assert share == device_fraction(letters, config, Mesh(tp)) * device_fraction(letters, config, Mesh(1, ep))
         assert Fraction(1, mesh.num_devices) <= share <= 1
 
 
