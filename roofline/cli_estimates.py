@@ -1,0 +1,329 @@
+"""The commands that estimate from a config and a datasheet: params, step, predict, memory, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step
+from qwenjax.errors import InputError
+from qwenjax.hf_keys import Note
+from qwenjax.tables import Table
+from roofline import report
+from roofline.bill import bill_of_materials, layer_matmuls, published_count
+from roofline.cli_options import (
+    AttentionOption,
+    BandwidthOption,
+    BatchesOption,
+    BatchOption,
+    DtypeOption,
+    EpOption,
+    ExpertsOption,
+    HardwareOption,
+    JsonOption,
+    KvDtypeOption,
+    LogitsOption,
+    MaybeHardwareOption,
+    ModelArgument,
+    ProfileOption,
+    TpOption,
+    batch_sizes,
+    expert_convention,
+    known_facts,
+    maybe_whole_number,
+    memory_bandwidth,
+    mesh_of,
+    positive_number,
+    whole_number,
+)
+from roofline.count import DtypePolicy, count_params, count_step, distinct_experts
+from roofline.formulas import tokens_to_touch
+from roofline.hardware import load_hardware
+from roofline.memory import GPU_MEMORY_UTILIZATION, MAX_NUM_BATCHED_TOKENS, plan_memory
+from roofline.moe import count_experts
+from roofline.predict import device_of, predict_step
+from roofline.predict import predict as predict_requests
+from roofline.profile import load_profile
+
+DEFAULT_LENGTH = 1024  # tokens, where a command needs a length and none is given
+DEFAULT_BATCHES = "1,2,4,8,16,32,64,128,256"
+TOUCH_FRACTION = 0.99  # of the experts, from where on a batch saves nothing worth naming
+
+
+def params(
+    model: ModelArgument,
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Where the parameters live, and what one token costs.
+
+    \b
+    roofline params Qwen2.5-7B
+    roofline params path/to/config.json --dtype float8_e4m3fn --json
+    """
+    config, policy, notes = _load(model, dtype, kv_dtype)
+    counts = count_params(config, policy.weight, policy.kv)
+    known = known_facts(model)
+    record = report.params_record(
+        config,
+        policy,
+        counts,
+        bill_of_materials(config, counts),
+        layer_matmuls(config),
+        published_count(config, known),
+        known,
+    )
+    _show(record, report.params_text, notes, as_json)
+
+
+def step(
+    model: ModelArgument,
+    phase: Annotated[str, typer.Option("--phase", metavar="prefill|decode", help="The kind of step.")],
+    batch: BatchOption = "1",
+    query_len: Annotated[
+        str | None,
+        typer.Option("--query-len", metavar="TOKENS", help="New tokens of each sequence in a prefill; a decode has 1."),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option("--context", metavar="TOKENS", help="Tokens that each sequence attends, the new ones included."),
+    ] = None,
+    hardware: MaybeHardwareOption = None,
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
+    attention: AttentionOption = "causal",
+    logits: LogitsOption = "last",
+    experts: ExpertsOption = "expected",
+    profile: ProfileOption = "bound",
+    tp: TpOption = "1",
+    ep: EpOption = "1",
+    bandwidth: BandwidthOption = "peak",
+    measured_s: Annotated[
+        str | None,
+        typer.Option(
+            "--measured-s",
+            metavar="SECONDS",
+            help="A time that somebody measured for this step: what it implies, and exit status 1 if it can't be.",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """FLOPs, bytes and least time of one forward step, op by op.
+
+    \b
+    roofline step Qwen2.5-7B --phase decode --batch 8 --context 2048 --hardware rtx-4090
+    roofline step Qwen3-30B-A3B --phase prefill --query-len 512 --context 4096
+    roofline step Qwen2.5-7B --phase decode --context 1 --hardware rtx-4090 --measured-s 0.01616
+    """
+    config, policy, notes = _load(model, dtype, kv_dtype)
+    asked, defaults = _step(config, phase, batch, query_len, context)
+    known_profile, mesh = load_profile(profile), mesh_of(tp, ep)
+    conventions: dict[str, Any] = {"attention": attention, "logits": logits, "experts": expert_convention(experts)}
+    settings = {"dtype": policy.weight, "kv_dtype": policy.kv, **conventions}
+    timed = None
+    if hardware is None:
+        counts = count_step(config, asked, dtype=policy.weight, kv_dtype=policy.kv, mesh=mesh, **conventions)
+    else:
+        chip, wide = load_hardware(hardware), memory_bandwidth(bandwidth)
+        times = predict_step(config, asked, chip, tp=mesh.tp, ep=mesh.ep, bandwidth=wide, **settings)
+        timed, counts = (chip, times, known_profile), tuple(op.row for op in times.ops)
+    distinct = distinct_experts(config, asked, conventions["experts"]) if config.is_moe else None
+    settings |= {"distinct_experts": distinct, "tp": mesh.tp, "ep": mesh.ep, "bandwidth": bandwidth}
+    measured = None
+    if measured_s is not None:
+        seconds = positive_number("--measured-s", measured_s, "0.0162 for 16.2 ms")
+        tokens = asked.batch * asked.query_len
+        measured = report.measured_record(counts, tokens, seconds, timed[1] if timed else None)
+    record = report.step_record(config, asked, phase, settings, counts, timed, measured)
+    _show(record, report.step_text, (*notes, *defaults), as_json)
+    if measured and measured["problems"]:
+        say("\n".join(measured["problems"]))
+        raise typer.Exit(CHECK_FAILED)
+
+
+def predict(
+    model: ModelArgument,
+    hardware: HardwareOption,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TOKENS", help="Tokens of each prompt.")],
+    output: Annotated[str, typer.Option("--output", metavar="TOKENS", help="Tokens that each request makes.")],
+    batch: BatchesOption = "1",
+    profile: ProfileOption = "bound",
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
+    experts: ExpertsOption = "expected",
+    tp: TpOption = "1",
+    ep: EpOption = "1",
+    bandwidth: BandwidthOption = "peak",
+    as_json: JsonOption = False,
+) -> None:
+    """Time to the first token and to each later one, and throughput.
+
+    By batch; with the profile `bound` they are lower bounds in time, which real engines don't beat.
+
+    \b
+    roofline predict Qwen2.5-7B --hardware rtx-4090 --prompt 1024 --output 256 --batch 1..64
+    roofline predict Qwen3-32B --hardware h100-sxm --prompt 4096 --output 512 --batch 1,8,64 --tp 2
+    """
+    config, policy, notes = _load(model, dtype, kv_dtype)
+    chip, mesh, wide = load_hardware(hardware), mesh_of(tp, ep), memory_bandwidth(bandwidth)
+    settings: dict[str, Any] = {
+        "prompt": whole_number("--prompt", prompt),
+        "output": whole_number("--output", output),
+        "dtype": policy.weight,
+        "kv_dtype": policy.kv,
+        "experts": expert_convention(experts),
+        "tp": mesh.tp,
+        "ep": mesh.ep,
+        "bandwidth": wide,
+    }
+    prediction = predict_requests(config, chip, batch=batch_sizes(batch), profile=profile, **settings)
+    record = report.predict_record(config, chip, device_of(chip, policy, wide), settings, prediction)
+    _show(record, report.predict_text, notes, as_json)
+
+
+def memory(
+    model: ModelArgument,
+    hardware: HardwareOption,
+    gpu_memory_utilization: Annotated[
+        str,
+        typer.Option("--gpu-memory-utilization", metavar="FRACTION", help="Share of the memory that may be used."),
+    ] = str(GPU_MEMORY_UTILIZATION),
+    max_model_len: Annotated[
+        str | None,
+        typer.Option(
+            "--max-model-len", metavar="TOKENS", help="Longest sequence.  [default: the model's context length]"
+        ),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        str, typer.Option("--max-num-batched-tokens", metavar="TOKENS", help="Tokens of the largest step.")
+    ] = str(MAX_NUM_BATCHED_TOKENS),
+    kv_pool_bytes: Annotated[
+        str | None,
+        typer.Option("--kv-pool-bytes", metavar="BYTES", help="A KV pool that was measured; overrides the estimate."),
+    ] = None,
+    overhead_bytes: Annotated[
+        str | None,
+        typer.Option("--overhead-bytes", metavar="BYTES", help="What the engine itself needs, CUDA graphs included."),
+    ] = None,
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
+    tp: TpOption = "1",
+    ep: EpOption = "1",
+    as_json: JsonOption = False,
+) -> None:
+    """What fits on a device, and the KV pool that remains.
+
+    \b
+    roofline memory Qwen2.5-7B --hardware rtx-4090 --max-model-len 8192
+    roofline memory Qwen2.5-7B --hardware rtx-4090 --kv-pool-bytes 4982964224 --max-model-len 1280
+    """
+    config, policy, notes = _load(model, dtype, kv_dtype)
+    chip, mesh = load_hardware(hardware), mesh_of(tp, ep)
+    settings: dict[str, Any] = {
+        "gpu_memory_utilization": positive_number("--gpu-memory-utilization", gpu_memory_utilization, "0.9"),
+        "max_num_batched_tokens": whole_number("--max-num-batched-tokens", max_num_batched_tokens),
+        "dtype": policy.weight,
+        "kv_dtype": policy.kv,
+    }
+    plan = plan_memory(
+        config,
+        chip,
+        max_model_len=maybe_whole_number("--max-model-len", max_model_len),
+        kv_pool_bytes=maybe_whole_number("--kv-pool-bytes", kv_pool_bytes),
+        overhead_bytes=maybe_whole_number("--overhead-bytes", overhead_bytes),
+        mesh=mesh,
+        **settings,
+    )
+    record = report.memory_record(config, chip, {**settings, "tp": mesh.tp, "ep": mesh.ep}, plan)
+    _show(record, report.memory_text, notes, as_json)
+
+
+def experts(
+    model: ModelArgument,
+    hardware: MaybeHardwareOption = None,
+    batch: BatchesOption = DEFAULT_BATCHES,
+    context: Annotated[
+        str | None,
+        typer.Option("--context", metavar="TOKENS", help="Tokens that each sequence attends; matters for times only."),
+    ] = None,
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
+    tp: TpOption = "1",
+    ep: EpOption = "1",
+    bandwidth: BandwidthOption = "peak",
+    as_json: JsonOption = False,
+) -> None:
+    """Experts touched and weights read by a decode step, by batch.
+
+    \b
+    roofline experts Qwen2-57B-A14B
+    roofline experts Qwen3-30B-A3B --hardware h100-sxm --batch 1,8,64
+    """
+    config, policy, notes = _load(model, dtype, kv_dtype)
+    chip = load_hardware(hardware) if hardware is not None else None
+    mesh, attended = mesh_of(tp, ep), _length(config, "--context", context)
+    devices = {"tp": mesh.tp, "ep": mesh.ep, "bandwidth": memory_bandwidth(bandwidth)}
+    settings: dict[str, Any] = {"context": attended, "dtype": policy.weight, "kv_dtype": policy.kv, **devices}
+    rows = count_experts(config, batch_sizes(batch), hardware=chip, **settings)
+    touch = tokens_to_touch(config.num_experts, config.num_experts_per_tok, TOUCH_FRACTION)
+    record = report.experts_record(config, chip, {**settings, "touch_fraction": TOUCH_FRACTION}, rows, touch)
+    _show(record, report.experts_text, notes, as_json)
+
+
+def _load(model: str, dtype: str | None, kv_dtype: str | None) -> tuple[ModelConfig, DtypePolicy, tuple[Note, ...]]:
+    config = ModelConfig.from_hf(model)
+    policy = DtypePolicy.of(dtype or "bfloat16", kv_dtype)
+    notes = config.notes
+    if config.quantization and dtype is None:
+        stored = f"{config.quantization.method} weights of {config.quantization.bits} bits, estimated as bfloat16"
+        remedy = "--dtype float8_e4m3fn, int8 or int4 takes every weight as that narrow, without scales"
+        notes = (*notes, Note("warning", "quantization_config", f"{stored}; {remedy}"))
+    return config, policy, notes
+
+
+def _step(
+    config: ModelConfig, phase: str, batch: str, query_len: str | None, context: str | None
+) -> tuple[Step, tuple[Note, ...]]:
+    """The step that the options mean, and what was taken by default."""
+    sequences = whole_number("--batch", batch)
+    if phase == "decode":
+        new = 1 if query_len is None else whole_number("--query-len", query_len)
+        if new != 1:
+            remedy = "For a chunk of several, use --phase prefill with --context."
+            raise InputError("--query-len", new, "but a decode step takes one token of each sequence", remedy)
+        return Step.decode(sequences, _length(config, "--context", context)), _defaults({"--context": context}, config)
+    if phase != "prefill":
+        raise InputError("--phase", phase, "is not a kind of step", "Use prefill or decode.")
+    if query_len is None and context is not None:
+        length = whole_number("--context", context)
+        return Step.prefill(sequences, length), ()
+    new = _length(config, "--query-len", query_len)
+    attended = maybe_whole_number("--context", context)
+    return Step.prefill(sequences, new, attended), _defaults({"--query-len": query_len}, config)
+
+
+def _length(config: ModelConfig, option: str, text: str | None) -> int:
+    return min(DEFAULT_LENGTH, config.context_length) if text is None else whole_number(option, text)
+
+
+def _defaults(given: Mapping[str, str | None], config: ModelConfig) -> tuple[Note, ...]:
+    return tuple(
+        Note("default", option, f"not given; {_length(config, option, None)} tokens taken")
+        for option, text in given.items()
+        if text is None
+    )
+
+
+def _show(
+    record: Mapping[str, Any],
+    text: Callable[[Any], Iterable[str | Table]],
+    notes: tuple[Note, ...],
+    as_json: bool,
+) -> None:
+    say_notes(notes)
+    show({**record, "notes": notes}, text, as_json)

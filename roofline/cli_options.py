@@ -1,0 +1,152 @@
+"""Options that commands share: how they are spelled and explained, and how their text becomes values.
+
+Options arrive as text and are read here, so that a wrong one is refused like any other input: field, value, remedy.
+"""
+
+from __future__ import annotations
+
+import os
+from math import isfinite
+from typing import Annotated
+
+import typer
+
+from qwenjax.errors import InputError
+from qwenjax.known_models import KnownModel, known_model_facts
+from qwenjax.sharding import Mesh
+from roofline.count import Experts
+from roofline.predict import Bandwidth
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A known model's name in any letter case (Qwen2.5-7B, Qwen/Qwen3-30B-A3B), a config.json, or a checkpoint "
+        "folder.",
+    ),
+]
+HardwareOption = Annotated[
+    str, typer.Option("--hardware", metavar="HARDWARE", help="An id such as rtx-4090, a TOML file, or `here`.")
+]
+MaybeHardwareOption = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="HARDWARE", help="An id such as rtx-4090, a TOML file, or `here`; for times."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, in SI units.")]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="Weights, as JAX names it.  [default: bfloat16]")
+]
+KvDtypeOption = Annotated[
+    str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="KV cache.  [default: the activations' dtype]")
+]
+AttentionOption = Annotated[
+    str,
+    typer.Option(
+        "--attention", metavar="causal|dense", help="Count the pairs that the mask keeps, or all of the square."
+    ),
+]
+LogitsOption = Annotated[
+    str, typer.Option("--logits", metavar="last|all", help="Positions of a prefill that reach the output head.")
+]
+ExpertsOption = Annotated[
+    str,
+    typer.Option(
+        "--experts",
+        metavar="expected|all|N",
+        help="Distinct experts of a layer whose weights are read: expected under uniform routing, all, or as measured.",
+    ),
+]
+ProfileOption = Annotated[
+    str, typer.Option("--profile", metavar="PROFILE", help="An engine's constants; `bound` is the lower bound in time.")
+]
+TpOption = Annotated[str, typer.Option("--tp", metavar="N", help="Devices that split heads and widths.")]
+EpOption = Annotated[str, typer.Option("--ep", metavar="N", help="Devices that split the experts.")]
+BandwidthOption = Annotated[
+    str,
+    typer.Option(
+        "--bandwidth",
+        metavar="peak|measured|B_PER_S",
+        help="Memory bandwidth: the datasheet's, one that was measured, or bytes per second such as 887e9.",
+    ),
+]
+BatchOption = Annotated[str, typer.Option("--batch", metavar="B", help="Sequences in the step.")]
+BatchesOption = Annotated[
+    str, typer.Option("--batch", metavar="B|A..Z|A,B,C", help="Batch sizes: one, a range, or a list.")
+]
+
+LARGEST_SWEEP = 4096  # batch sizes of one command; more is a slip of the pen
+
+
+def whole_number(option: str, text: str) -> int:
+    """An integer; whether it is in range is for whoever uses it to say."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(option, text, "must be a whole number", "Give digits only, such as 16.") from None
+
+
+def maybe_whole_number(option: str, text: str | None) -> int | None:
+    return None if text is None else whole_number(option, text)
+
+
+def positive_number(option: str, text: str, example: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (isfinite(value) and value > 0):
+        raise InputError(option, text, "must be a positive number", f"Give for instance {example}.")
+    return value
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    """Sizes out of `8`, `1..64` (both ends included) and lists of these parted by commas."""
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        start = _size(text, first)
+        end = _size(text, last) if dots else start
+        if end < start:
+            raise InputError("--batch", text, f"has a range that ends at {end}, below its start", "Swap the two.")
+        if len(sizes) + end - start >= LARGEST_SWEEP:
+            raise InputError("--batch", text, f"names more than {LARGEST_SWEEP} sizes", "Give fewer, such as 1,2,4,8.")
+        sizes += range(start, end + 1)
+    return tuple(sizes)
+
+
+def _size(text: str, part: str) -> int:
+    try:
+        return int(part)
+    except ValueError:
+        remedy = "Give a number (8), a range (1..64) or a list (1,2,4)."
+        raise InputError("--batch", text, "is no batch size, range or list", remedy) from None
+
+
+def expert_convention(text: str) -> Experts:
+    if text in ("expected", "all"):
+        return "all" if text == "all" else "expected"
+    try:
+        return int(text)
+    except ValueError:
+        remedy = "Give the distinct experts of one layer as they were measured, or one of the words."
+        raise InputError("--experts", text, "must be expected, all or a whole number", remedy) from None
+
+
+def memory_bandwidth(text: str) -> Bandwidth:
+    if text in ("peak", "measured"):
+        return "peak" if text == "peak" else "measured"
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(
+            "--bandwidth", text, "must be peak, measured or bytes per second", "Give for instance 887e9."
+        ) from None
+
+
+def mesh_of(tp: str, ep: str) -> Mesh:
+    return Mesh(whole_number("--tp", tp), whole_number("--ep", ep))
+
+
+def known_facts(model: str) -> KnownModel | None:
+    """The published facts of a MODEL that was read by its name, None where it is a path."""
+    return None if os.path.exists(model) else known_model_facts(model)
