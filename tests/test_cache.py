@@ -1,0 +1,124 @@
+"""The KV cache: what a step writes, what it leaves, and what it never reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from qwenjax.cache import KVCache, append, cache_shapes, fill, init_cache
+from qwenjax.model import decode_step, prefill
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+CONFIGS = {
+    "qwen2": tiny.config("qwen2", num_hidden_layers=2),
+    "windowed": tiny.config("qwen3", num_hidden_layers=2, **WINDOWED),
+}
+LENGTHS = np.array([9, 4])
+CAPACITY = 14
+
+
+def filled(name: str) -> tuple[Any, Any, KVCache]:
+    config = CONFIGS[name]
+    params = tiny.params(config)
+    empty = init_cache(config, 2, CAPACITY, "float32")
+    _, cache = prefill(config, params, tiny.tokens(name, 2, 9), jnp.asarray(LENGTHS), empty)
+    return config, params, cache
+
+
+def as_numpy(cache: KVCache) -> list[np.ndarray[Any, Any]]:
+    return [np.array(leaf) for leaf in (*cache.keys, *cache.values)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_empty_cache_has_the_announced_shapes(dtype: str) -> None:
+    config = CONFIGS["qwen2"]
+    cache, shapes = init_cache(config, 2, CAPACITY, dtype), cache_shapes(config, 2, CAPACITY, dtype)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), cache) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), shapes
+    )
+    assert [leaf.shape for leaf in (*cache.keys, *cache.values)] == [(2, 3, CAPACITY, 16)] * 4
+    assert (cache.capacity, cache.lengths.tolist(), cache.lengths.dtype) == (CAPACITY, [0, 0], jnp.int32)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_writes_one_position_a_row_and_keeps_the_others(name: str) -> None:
+    config, params, cache = filled(name)
+    np.testing.assert_array_equal(cache.lengths, LENGTHS)
+    for step in range(3):
+        before = as_numpy(cache)
+        _, cache = decode_step(config, params, tiny.tokens(f"{step}", 2), cache)
+        np.testing.assert_array_equal(cache.lengths, LENGTHS + step + 1)
+        for old_BKSH, new_BKSH in zip(before, as_numpy(cache), strict=True):
+            changed_BS = np.any(old_BKSH != new_BKSH, axis=(1, 3))
+            np.testing.assert_array_equal(changed_BS, np.arange(CAPACITY) == (LENGTHS + step)[:, None])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nothing_beyond_a_rows_length_matters(name: str) -> None:
+    config, params, cache = filled(name)
+    beyond = np.arange(CAPACITY) >= LENGTHS[:, None]
+
+    def spoilt(leaf: jax.Array) -> jax.Array:
+        return jnp.where(beyond[:, None, :, None], 1e30, leaf)
+
+    loud = KVCache(tuple(map(spoilt, cache.keys)), tuple(map(spoilt, cache.values)), cache.lengths + 0)
+    tokens = tiny.tokens("beyond", 3, 2)
+    for step in range(3):
+        quiet_logits, cache = decode_step(config, params, tokens[step], cache)
+        loud_logits, loud = decode_step(config, params, tokens[step], loud)
+        np.testing.assert_array_equal(loud_logits, quiet_logits)
+
+
+def test_what_lies_within_a_rows_length_matters() -> None:
+    config, params, cache = filled("qwen2")
+    values = tuple(leaf.at[1, 0, 2].add(1.0) for leaf in cache.values)
+    changed = KVCache(tuple(leaf + 0 for leaf in cache.keys), values, cache.lengths + 0)
+    logits, _ = decode_step(config, params, tiny.tokens("within", 2), cache)
+    changed_logits, _ = decode_step(config, params, tiny.tokens("within", 2), changed)
+    np.testing.assert_array_equal(changed_logits[0], logits[0])
+    assert np.abs(changed_logits[1] - logits[1]).max() > 1e-3
+
+
+def test_a_window_hides_what_is_older() -> None:
+    """With every layer windowed by 5, a step at position 9 reads positions 5 to 9."""
+    config = tiny.config("qwen3", **(WINDOWED | {"max_window_layers": 0}))
+    params, logits = tiny.params(config), []
+    for spoilt in (None, 4, 5):
+        _, cache = prefill(
+            config, params, tiny.tokens("w", 1, 9), jnp.array([9]), init_cache(config, 1, CAPACITY, "float32")
+        )
+        if spoilt is not None:
+            cache = cache.replace(values=tuple(leaf.at[:, :, spoilt].add(1.0) for leaf in cache.values))
+        logits.append(np.asarray(decode_step(config, params, jnp.array([1]), cache)[0]))
+    np.testing.assert_array_equal(logits[1], logits[0])
+    assert np.abs(logits[2] - logits[0]).max() > 1e-3
+
+
+def test_the_cache_argument_is_donated() -> None:
+    config, params, cache = filled("qwen2")
+    empty = init_cache(config, 2, CAPACITY, "float32")
+    prefill(config, params, tiny.tokens("d", 2, 9), jnp.asarray(LENGTHS), empty)
+    decode_step(config, params, tiny.tokens("d", 2), cache)
+    for used in (empty, cache):
+        assert all(leaf.is_deleted() for leaf in (*used.keys, *used.values))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_append_writes_after_each_rows_last_and_leaves_a_full_row() -> None:
+    cached_BKSH = jnp.asarray(tiny.uniform("cached", (3, 2, 4, 6)))
+    new_BTKH = jnp.asarray(tiny.uniform("new", (3, 1, 2, 6)))
+    expected = np.array(cached_BKSH)
+    expected[0, :, 1], expected[1, :, 3] = new_BTKH[0, 0], new_BTKH[1, 0]
+    np.testing.assert_array_equal(append(cached_BKSH, new_BTKH, jnp.array([1, 3, 4])), expected)
+
+
+def test_fill_writes_from_position_zero() -> None:
+    cached_BKSH, new_BKTH = jnp.full((2, 3, 5, 4), 7.0), jnp.asarray(tiny.uniform("prompt", (2, 3, 2, 4)))
+    result = fill(cached_BKSH, new_BKTH)
+    np.testing.assert_array_equal(result[:, :, :2], new_BKTH)
+    np.testing.assert_array_equal(result[:, :, 2:], 7.0)
