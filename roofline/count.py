@@ -177,7 +177,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def distinct_experts(config: ModelConfig, step: Step, experts: Experts = "expected") -> Any:
-    """Distinct experts that one layer's tokens choose: E(1-(1-A/E)^tokens) if routing is uniform, all, or as measured."""
+    """Distinct experts that one layer's tokens choose: E(1-(1-A/E)^tokens) if routing is uniform, all, or measured."""
     total, chosen = config.num_experts, config.num_experts_per_tok
     tokens = step.batch * step.query_len
     if experts == "all":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from qwenjax.errors import InputError
 
 _CAUSES = {
-    "mfu": "the time is too short, work is counted that wasn't done (dense attention, all logits), or the peak is too low (a base clock, another dtype)",
+    "mfu": "the time is too short, work is counted that wasn't done (dense attention, all logits), "
+    "or the peak is too low (a base clock, another dtype)",
     "mbu": "the time is too short, bytes are counted that the step doesn't read (the embedding table, experts nobody "
     "chose, a dtype wider than the run's), or the bandwidth is too low (a slower card)",
 }

@@ -1,0 +1,255 @@
+"""Measures the device that JAX sees: read bandwidth, matrix-product rates by shape, elementwise rates, launch costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from roofline.hardware import Figure, Hardware
+from roofline.measure import Samples, available_memory_bytes, environment, measure_call
+
+if TYPE_CHECKING:
+    from jax import Array
+
+Progress = Callable[[str, float], None]  # what is being measured, share done
+
+# Weights are taken in turn from a set of about this size, so that none is still in a cache when its turn comes; no
+# more than so many of them, since a long chain compiles slowly.
+_ROTATING_BYTES = 2**28
+_MOST_ARRAYS = 32
+# One timed call does about this much work, and no product more than ten times as much: by then its rate is level.
+_CALL_FLOPS = {"cpu": 3e9, "gpu": 1e12}
+# [columns, summands] of the products: small and large, wide and deep, as decoder layers have them.
+_SHAPES = ((1024, 1024), (1024, 3072), (4096, 1024), (6144, 2048), (4096, 4096), (65536, 1024))
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_HEAD_DIM = 128
+_CONTEXTS = (128, 512, 2048)
+_ATTENTION_ROWS = (1, 2, 8, 32, 256, 1024)
+
+
+def calibrate(progress: Progress | None = None) -> Hardware:
+    """Measures this device in under two minutes on a small CPU; the result is the hardware `here`.
+
+    Peaks are the best figures seen (the roof of this machine); the tables under `measured` hold medians by shape, for
+    predictions.
+    """
+    import jax
+
+    platform = jax.devices()[0].platform
+    tell = progress or (lambda _what, _share: None)
+    dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16", "float32")
+    tell("read bandwidth", 0.0)
+    reads = [_read_bandwidth(size) for size in (2**28, 2**30)]
+    products: dict[str, list[dict[str, float]]] = {}
+    for i, dtype in enumerate(dtypes):
+        # The second dtype is for the record; the first is what runs here by default.
+        plan = list(_product_plan(platform, dtype, thorough=i == 0))
+        products[dtype] = []
+        for n, (rows, columns, summands) in enumerate(plan):
+            tell(
+                f"{dtype} product {rows} x {columns} x {summands}",
+                0.02 + (0.68 if i == 0 else 0.08) * n / len(plan) + 0.68 * i,
+            )
+            products[dtype].append(_product(dtype, rows, columns, summands))
+    tell("attention products", 0.78)
+    attention = [
+        _attention(dtypes[0], name, rows, context)
+        for name in ("scores", "values")
+        for context in _CONTEXTS
+        for rows in _ATTENTION_ROWS
+        if rows <= context * 4
+    ]
+    tell("elementwise ops and launches", 0.95)
+    measured = {
+        "environment": {key: value for key, value in environment().items() if value is not None},
+        "dtype": dtypes[0],
+        "products": products,
+        "attention": attention,
+        "elementwise": _elementwise(dtypes[0]),
+        "launch_s": _launch_s(),
+        "dispatch_s": _dispatch_s(),
+    }
+    tell("done", 1.0)
+    return _as_hardware(measured, reads, platform)
+
+
+def _as_hardware(measured: dict[str, Any], reads: list[float], platform: str) -> Hardware:
+    env = measured["environment"]
+    date = env["date"][:10]
+
+    def figure(value: float, unit: str, note: str) -> Figure:
+        return Figure(value, unit, "measured here", f"roofline calibrate on {env['device']}", date, note)
+
+    streamed = [
+        entry["bytes_per_s"] for table in measured["products"].values() for entry in table if entry["rows"] <= 2
+    ]
+    figures = {
+        "peak_bandwidth_bytes_per_s": figure(
+            max(reads + streamed), "B/s", "best read, of a large array or of weights in turn"
+        )
+    }
+    for dtype, table in measured["products"].items():
+        best = max(entry["best_flops_per_s"] for entry in table)
+        figures[f"peak_flops_per_s.{dtype}"] = figure(best, "FLOP/s", "best of the matrix products measured")
+    memory = available_memory_bytes()
+    figures["memory_bytes"] = figure(
+        memory or 2**33, "B", "memory free for this process" if memory else "not told by the system; 8 GiB taken"
+    )
+    for table in measured["products"].values():
+        for entry in table:
+            del entry["best_flops_per_s"], entry["bytes_per_s"]
+    return Hardware("here", str(env["device"]), "as JAX reports it", platform, figures, measured=measured)
+
+
+def _read_bandwidth(num_bytes: int) -> float:
+    """Bytes/s of summing a large array, the best of several runs."""
+    import jax
+    import jax.numpy as jnp
+
+    array = jnp.ones(num_bytes // 4, jnp.float32)
+    total = jax.jit(jnp.sum)
+    return num_bytes / measure_call(lambda: total(array), budget_s=1.0, least=5).best_s
+
+
+def _product_plan(platform: str, dtype: str, thorough: bool) -> Iterator[tuple[int, int, int]]:
+    limit = 10 * _call_flops(platform)
+    if platform == "cpu" and dtype != "float32":
+        limit /= 20  # XLA widens 16-bit products on CPU: many times slower
+    shapes = _SHAPES if thorough else _SHAPES[-2:-1]
+    rows = (*_ROWS, 2048, 4096, 8192) if platform != "cpu" else _ROWS
+    for columns, summands in shapes:
+        for count in rows if thorough else rows[::3]:
+            if 2.0 * count * columns * summands <= limit:
+                yield count, columns, summands
+
+
+def _call_flops(platform: str) -> float:
+    return _CALL_FLOPS.get(platform, _CALL_FLOPS["gpu"])
+
+
+def _rotating(shape: tuple[int, ...], dtype: str, most: float) -> list[Array]:
+    import jax.numpy as jnp
+
+    each = math.prod(shape) * jnp.dtype(dtype).itemsize
+    count = min(_MOST_ARRAYS, max(2, -(-_ROTATING_BYTES // each)), max(2, int(most)))
+    return [jnp.full(shape, 0.01 + 0.001 * i, dtype) for i in range(count)]
+
+
+def _product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, float]:
+    """FLOP/s of [rows, summands] times [columns, summands] transposed, one weight after another."""
+    import jax
+    import jax.numpy as jnp
+
+    each_flops = 2.0 * rows * columns * summands
+    weights = _rotating((columns, summands), dtype, _call_flops(jax.devices()[0].platform) / each_flops)
+
+    @jax.jit
+    def chain(x: Array, weights: list[Array]) -> Array:
+        for weight in weights:
+            y = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=_precision(dtype))
+            x = x + y[:, :1] * jnp.asarray(1e-9, dtype)  # so that no product can start before the last is done
+        return x
+
+    start = jnp.ones((rows, summands), dtype)
+    samples = measure_call(lambda: chain(start, weights), budget_s=0.25)
+    flops = each_flops * len(weights)
+    num_bytes = sum(weight.nbytes for weight in weights)
+    return {
+        "rows": rows,
+        "columns": columns,
+        "summands": summands,
+        "flops_per_s": flops / samples.median_s,
+        "best_flops_per_s": flops / samples.best_s,
+        "bytes_per_s": num_bytes / samples.best_s,
+    }
+
+
+def _precision(dtype: str) -> Any:
+    import jax
+
+    return jax.lax.Precision.HIGHEST if dtype == "float32" else None
+
+
+def _attention(dtype: str, name: str, rows: int, context: int) -> dict[str, Any]:
+    """FLOP/s of one head's scores (rows x context) or values (rows x head_dim), over 8 heads, caches in turn."""
+    import jax
+    import jax.numpy as jnp
+
+    heads = 8
+    each_flops = 2.0 * heads * rows * context * _HEAD_DIM
+    caches = _rotating((1, heads, context, _HEAD_DIM), dtype, _call_flops(jax.devices()[0].platform) / each_flops)
+    width = _HEAD_DIM if name == "scores" else context
+    y_axis = 3 if name == "scores" else 2
+
+    @jax.jit
+    def chain(x: Array, caches: list[Array]) -> Array:
+        for cached in caches:
+            y = jax.lax.dot_general(x, cached, (((3,), (y_axis,)), ((0, 1), (0, 1))), precision=_precision(dtype))
+            x = x + y[..., :1] * jnp.asarray(1e-9, dtype)
+        return x
+
+    start = jnp.ones((1, heads, rows, width), dtype)
+    samples = measure_call(lambda: chain(start, caches), budget_s=0.15)
+    rate = each_flops * len(caches) / samples.median_s
+    return {"product": name, "rows": rows, "context": context, "flops_per_s": rate}
+
+
+def _elementwise(dtype: str) -> dict[str, float]:
+    """Bytes/s of the model's own elementwise functions, counting what an unfused op would read and write."""
+    import jax
+    import jax.numpy as jnp
+
+    from qwenjax.layers import apply_rope, rms_norm, swiglu
+
+    x = jnp.ones((1, 512, 4096), dtype)
+    heads = x.reshape(1, 512, 32, 128)
+    half = jnp.ones((1, 512, 64), dtype)
+    pair = jnp.ones((1, 512, 2, 4096), dtype)
+    scores = jnp.ones((1, 8, 2, 512, 512), dtype)
+    mask = jnp.tril(jnp.ones((1, 512, 512), bool))
+
+    def softmax(scores: Array) -> Array:
+        wide = jnp.where(mask[:, None, None], scores.astype(jnp.float32), -jnp.inf)
+        return jax.nn.softmax(wide, axis=-1).astype(dtype)
+
+    weight = jnp.ones(4096, dtype)
+    calls: dict[str, tuple[Callable[..., Array], tuple[Array, ...], int]] = {
+        "norm": (lambda a: rms_norm(a, weight, 1e-6), (x,), 2 * x.nbytes),
+        "rope": (apply_rope, (heads, half, half), 2 * heads.nbytes),
+        "swiglu": (swiglu, (pair,), pair.nbytes + pair.nbytes // 2),
+        "residual": (jnp.add, (x, x + 1), 3 * x.nbytes),
+        "softmax": (softmax, (scores,), 2 * scores.nbytes),
+    }
+    return {
+        name: num_bytes / _timed(function, arguments).median_s
+        for name, (function, arguments, num_bytes) in calls.items()
+    }
+
+
+def _timed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Samples:
+    import jax
+
+    jitted = jax.jit(function)
+    return measure_call(lambda: jitted(*arguments), budget_s=0.3)
+
+
+def _launch_s() -> float:
+    """Seconds that one small op of a compiled program takes, from a chain of 256 that can't be fused."""
+    import jax
+    import jax.numpy as jnp
+
+    def chain(x: Array, w: Array) -> Array:
+        for _ in range(256):
+            x = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+        return x
+
+    return _timed(chain, (jnp.ones((1, 16), jnp.float32), jnp.ones((16, 16), jnp.float32) * 0.01)).median_s / 256
+
+
+def _dispatch_s() -> float:
+    """Seconds to call a compiled function of 300 arrays that does next to nothing: a step's fixed cost on the host."""
+    import jax.numpy as jnp
+
+    arrays = [jnp.full(8, float(i)) for i in range(300)]
+    return _timed(lambda *leaves: leaves[0] + leaves[-1], tuple(arrays)).median_s

@@ -1,0 +1,109 @@
+"""Times of a step from a device's measured rates by shape, instead of its peaks. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step, dims, size
+from qwenjax.errors import InputError
+from qwenjax.ops import Op, as_product, layers_of, ops_of
+from roofline.count import CountRow, count_step
+from roofline.hardware import Hardware
+
+_ELEMENTWISE = {
+    "input_norm": "norm",
+    "post_norm": "norm",
+    "final_norm": "norm",
+    "qk_norm": "norm",
+    "rope": "rope",
+    "softmax": "softmax",
+    "swiglu": "swiglu",
+    "attention_residual": "residual",
+    "mlp_residual": "residual",
+}
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CalibratedOp:
+    op: str
+    time_s: float
+
+
+def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtype: str) -> tuple[CalibratedOp, ...]:
+    """Expected time of each op of one step on a calibrated device, and of the host's dispatch, seconds.
+
+    Matrix products take their FLOPs at the rate measured for their shape; elementwise ops their bytes at the rate of
+    their kind; every op of every layer one launch. Attention counts all pairs, as the plain products run.
+    """
+    tables = hardware.measured
+    if not tables:
+        raise InputError("hardware", hardware.id, "has no measured rates", "Run `roofline calibrate` and use `here`.")
+    if dtype not in tables["products"]:
+        raise InputError(
+            "dtype", dtype, f"was not measured on {hardware.id}", f"Measured: {', '.join(tables['products'])}."
+        )
+    rows = {row.op: row for row in count_step(config, step, dtype=dtype, kv_dtype=dtype, attention="dense")}
+    timed = [CalibratedOp(op.name, _op_time(op, rows[op.name], config, step, tables, dtype)) for op in ops_of(config)]
+    return (*timed, CalibratedOp("dispatch", float(tables["dispatch_s"])))
+
+
+def _op_time(op: Op, row: CountRow, config: ModelConfig, step: Step, tables: Mapping[str, Any], dtype: str) -> float:
+    layers = layers_of(config, op.scope)
+    if op.kind == "matmul":
+        product = as_product(op.einsum)
+        sizes = dims(config, step, op.block)
+        rows, columns, summands = (
+            float(size(letters, sizes)) for letters in (product.rows, product.columns, product.contracted)
+        )
+        return float(row.flops) / _product_rate(tables["products"][dtype], rows, columns, summands)
+    if op.kind == "attention":
+        sizes = dims(config, step)
+        entries = [entry for entry in tables["attention"] if entry["product"] == op.name]
+        return float(row.flops) / _attention_rate(entries, float(sizes["G"] * sizes["T"]), float(sizes["S"]))
+    launches = layers * float(tables["launch_s"])
+    rate = tables["elementwise"].get(_ELEMENTWISE.get(op.name, ""))
+    return launches if rate is None else launches + float(row.activation_bytes) / rate
+
+
+def _product_rate(entries: Sequence[Entry], rows: float, columns: float, summands: float) -> float:
+    """FLOP/s for a product's shape: by rows within each measured matrix, the matrices weighted by nearness in shape."""
+    shapes = sorted({(entry["columns"], entry["summands"]) for entry in entries})
+    total = weight_sum = 0.0
+    for shape in shapes:
+        curve = [
+            (entry["rows"], entry["flops_per_s"]) for entry in entries if (entry["columns"], entry["summands"]) == shape
+        ]
+        distance = math.hypot(math.log(columns / shape[0]), math.log(summands / shape[1]))
+        weight = 1 / (distance + 0.05) ** 2
+        total += weight * math.log(_interpolate(curve, rows))
+        weight_sum += weight
+    return math.exp(total / weight_sum)
+
+
+def _attention_rate(entries: Sequence[Entry], rows: float, context: float) -> float:
+    contexts = sorted({entry["context"] for entry in entries})
+
+    def at(length: float) -> float:
+        return _interpolate(
+            [(entry["rows"], entry["flops_per_s"]) for entry in entries if entry["context"] == length], rows
+        )
+
+    return _interpolate([(length, at(length)) for length in contexts], context)
+
+
+def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:
+    """Straight lines in log-log between measured points; level beyond the ends."""
+    points = sorted(curve)
+    if x <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if x <= x1:
+            share = math.log(x / x0) / math.log(x1 / x0)
+            return math.exp(math.log(y0) * (1 - share) + math.log(y1) * share)
+    return points[-1][1]

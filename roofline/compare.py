@@ -1,0 +1,198 @@
+"""Measured steps of a real architecture here, set against what the calibration predicts and the roof allows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step, check_step
+from qwenjax.errors import InputError
+from roofline.calibrated import predict_calibrated
+from roofline.count import count_kv_bytes_per_token, count_weight_bytes
+from roofline.hardware import Hardware
+from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
+from roofline.predict import predict_step
+from roofline.trace import measure_time_by_op
+
+if TYPE_CHECKING:
+    from qwenjax.weights import Params
+
+Progress = Callable[[str, float], None]
+
+GROUPS = {
+    "qkv_proj": "attention projections",
+    "o_proj": "attention projections",
+    "scores": "attention",
+    "softmax": "attention",
+    "values": "attention",
+    "gate_up_proj": "MLP",
+    "down_proj": "MLP",
+    "unembed": "output head",
+}
+OTHER_GROUP = "norms, RoPE, residuals"
+
+
+@dataclass(frozen=True)
+class CompareRow:
+    """One step: measured (median), predicted from the calibration, and the roof; error is predicted / measured - 1."""
+
+    phase: str
+    batch: int
+    query_len: int
+    context: int
+    measured_s: float
+    best_s: float
+    predicted_s: float
+    bound_s: float
+    error: float
+    mfu: float
+    mbu: float
+    flops: int
+    bytes: int
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class GroupTime:
+    """Part of one step's time by group of ops: the profiler's share of the measured time, and the prediction's."""
+
+    phase: str
+    batch: int
+    query_len: int
+    context: int
+    op: str
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    model: str
+    dtype: str
+    layers: int
+    rows: tuple[CompareRow, ...]
+    ops: tuple[GroupTime, ...]
+    environment: dict[str, Any]
+    notes: tuple[str, ...]
+    median_abs_error: float
+    max_abs_error: float
+
+
+def default_steps(config: ModelConfig, batches: Sequence[int], prompts: Sequence[int]) -> list[Step]:
+    """Prefill of each prompt at batch 1, and of the shortest at every batch; decode of every batch at each context."""
+    shortest = min(prompts)
+    prefills = [Step.prefill(1, prompt) for prompt in prompts] + [
+        Step.prefill(batch, shortest) for batch in batches if batch > 1
+    ]
+    decodes = [Step.decode(batch, prompt) for prompt in prompts for batch in batches]
+    return [check_step(config, step) for step in (*prefills, *decodes)]
+
+
+def compare(
+    config: ModelConfig, hardware: Hardware, *, batches: Sequence[int] = (1, 4, 8), prompts: Sequence[int] = (128, 512),
+    layers: int | None = None, dtype: str = "float32", progress: Progress | None = None,
+) -> Comparison:  # fmt: skip
+    """Runs jitted prefill and decode steps here with made-up weights and sets them against `hardware` (a calibration).
+
+    Cuts the depth to `layers`, or to what the memory holds, and says so in `notes`.
+    """
+    from qwenjax.model import check_runnable
+
+    check_runnable(config)
+    tell = progress or (lambda _what, _share: None)
+    steps = default_steps(config, batches, prompts)
+    config, notes = _cut(config, steps, layers, dtype)
+    tell("weights", 0.0)
+    params = fill_params(config, dtype)
+    rows: list[CompareRow] = []
+    ops: list[GroupTime] = []
+    for i, step in enumerate(steps):
+        tell(f"{step.phase}, batch {step.batch}, {step.query_len} new of {step.kv_len} tokens", (i + 0.1) / len(steps))
+        row = _measure(config, params, step, hardware, dtype)
+        rows.append(row)
+        if step.batch == 1 and step.kv_len == max(prompts):
+            ops += _split(config, params, step, hardware, dtype, row.measured_s)
+    tell("done", 1.0)
+    errors = [abs(row.error) for row in rows]
+    return Comparison(
+        config.name, dtype, config.num_hidden_layers, tuple(rows), tuple(ops), environment(), tuple(notes),
+        statistics.median(errors), max(errors),
+    )  # fmt: skip
+
+
+def _cut(config: ModelConfig, steps: Iterable[Step], layers: int | None, dtype: str) -> tuple[ModelConfig, list[str]]:
+    full = config.num_hidden_layers
+    if layers is not None:
+        cut = config.with_layers(layers)
+        return cut, [f"depth cut to {layers} of {full} layers, as asked"] if layers < full else []
+    free = available_memory_bytes()
+    if free is None:
+        return config, []
+    largest = max(step.batch * step.kv_len for step in steps)
+
+    def need(model: ModelConfig) -> float:
+        return count_weight_bytes(model, dtype) + 2 * largest * count_kv_bytes_per_token(model, dtype)
+
+    fitting = next((n for n in range(full, 0, -1) if need(config.with_layers(n)) <= 0.8 * free), None)
+    if fitting is None:
+        raise InputError(
+            "model",
+            config.name,
+            f"one layer doesn't fit in the {free / 1e9:.1f} GB that are free here",
+            "Use a smaller model.",
+        )
+    if fitting == full:
+        return config, []
+    return config.with_layers(fitting), [
+        f"depth cut to {fitting} of {full} layers: {free / 1e9:.1f} GB of memory are free"
+    ]
+
+
+def _measure(config: ModelConfig, params: Params, step: Step, hardware: Hardware, dtype: str) -> CompareRow:
+    samples = measure_call(step_call(config, params, step, dtype), budget_s=2.0)
+    roof = predict_step(config, step, hardware, dtype=dtype, kv_dtype=dtype)
+    predicted = sum(op.time_s for op in predict_calibrated(config, step, hardware, dtype))
+    measured = samples.median_s
+    return CompareRow(
+        step.phase, step.batch, step.query_len, step.kv_len, measured, samples.best_s, predicted, roof.time_s,
+        predicted / measured - 1, roof.flops / (measured * roof.device.flops_per_s),
+        roof.bytes / (measured * roof.device.bandwidth_bytes_per_s), roof.flops, roof.bytes, samples.seconds,
+    )  # fmt: skip
+
+
+def _split(
+    config: ModelConfig, params: Params, step: Step, hardware: Hardware, dtype: str, measured_s: float
+) -> list[GroupTime]:
+    """Parts the measured time by the profiler's shares; the prediction's parts beside them."""
+    from qwenjax.model import decode_step, prefill, step_shapes
+
+    function = prefill if step.phase == "prefill" else decode_step
+    tree, arguments, cache = step_shapes(config, step.phase, step.batch, step.query_len, step.kv_len, dtype)
+    text = function.lower(config, tree, *arguments, cache).compile().as_text() or ""
+    call = step_call(config, params, step, dtype)
+    call()
+    shares = _grouped(measure_time_by_op(call, text).items())
+    predicted = _grouped((op.op, op.time_s) for op in predict_calibrated(config, step, hardware, dtype))
+    return [
+        GroupTime(
+            step.phase,
+            step.batch,
+            step.query_len,
+            step.kv_len,
+            group,
+            shares.get(group, 0.0) * measured_s,
+            predicted.get(group, 0.0),
+        )
+        for group in dict.fromkeys((*GROUPS.values(), OTHER_GROUP))
+    ]
+
+
+def _grouped(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for op, value in parts:
+        group = GROUPS.get(op, OTHER_GROUP)
+        totals[group] = totals.get(group, 0.0) + value
+    return totals
