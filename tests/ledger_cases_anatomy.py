@@ -27,8 +27,8 @@ from ledger_tiny import kv_heads_read, rope_partners
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
-from qwenjax.ops import weights_of
 from roofline import formulas as f
+from roofline.bill import layer_matmuls
 from roofline.count import count_step
 
 M = QWEN25_7B
@@ -37,9 +37,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def shape_row(name: str) -> list[int]:
-    shape = in_out(M, name)
-    weights = f.matrix_params(*shape)
-    return [*shape, weights, f.linear_flops(weights)]
+    matrix = next(m for m in layer_matmuls(M) if m.name == name)
+    return [matrix.in_features, matrix.out_features, matrix.weights, matrix.flops_per_token]
 
 
 def no_norms() -> int:
@@ -121,7 +120,7 @@ def crossovers() -> list[float]:
 
 CASES: dict[str, Case] = {
     "S000-001": lambda: M.num_hidden_layers,
-    "S000-006": lambda: len([w for w in weights_of(M) if w.group in ("attention", "mlp")]),
+    "S000-006": lambda: len(layer_matmuls(M)),
     "S000-008": lambda: in_out(M, "k_proj")[::-1],
     "S000-010": lambda: f.matrix_params(*in_out(M, "k_proj")),
     "S000-013": prefill_ignores_batch_weights,

@@ -4,7 +4,7 @@ experiments.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from ledger_models import (
     GB,
@@ -30,6 +30,7 @@ from ledger_models import (
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
 from roofline import formulas as f
+from roofline.bill import bill_of_materials
 
 M = QWEN25_7B
 COUNTED = ("embedding", "attention", "mlp", "lm_head")  # the four rows of the seed's counter
@@ -105,6 +106,7 @@ def square_term_is_apart() -> bool:
 
 
 CASES: dict[str, Case] = {
+    "S003-002": lambda: len(astuple(bill_of_materials(M, params(M))[0])[1:]),
     "S003-003": weights_are_fixed_and_kv_grows,
     "S003-004": lambda: [percent_of(group(M, "mlp"), counted()), flop_share("mlp")],
     "S003-005": weight_order,

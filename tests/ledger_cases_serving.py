@@ -29,6 +29,7 @@ from roofline import formulas as f
 from roofline.count import distinct_experts, dtype_bits
 from roofline.hardware import load_hardware
 from roofline.memory import plan_memory
+from roofline.moe import count_experts
 
 M, MOE = QWEN25_7B, QWEN2_57B
 BANDWIDTH = f.memory_bandwidth_bytes_per_s(384, 21e9)
@@ -72,8 +73,8 @@ def only_the_mlp_differs() -> bool:
 
 
 def expert_row(config: ModelConfig, batch: int) -> list[float]:
-    line = f.expert_row(config, batch)
-    figures = [line.weight_bytes / GB, line.weight_bytes_per_token / GB, 100 * line.fraction_of_all]
+    (line,) = count_experts(config, [batch])
+    figures = [line.weight_bytes / GB, line.weight_bytes_per_token / GB, 100 * (1 - line.saving)]
     return [line.distinct_experts, *figures]
 
 

@@ -334,6 +334,15 @@ def test_the_batch_that_touches_a_fraction_is_the_first(sizes: tuple[int, int], 
     assert tokens == 1 or 1 - miss ** (tokens - 1) < Fraction(percent, 100)
 
 
+@given(configs().filter(lambda config: config.is_moe), st.integers(1, 50))
+def test_a_line_of_the_expert_table(config: ModelConfig, batch: int) -> None:
+    line = f.expert_row(config, batch, weight_bytes=1)
+    assert line.weight_bytes == f.step_weight_bytes(config, batch, weight_bytes=1)
+    assert line.weight_bytes_per_token * batch == pytest.approx(line.weight_bytes)
+    assert 0 < line.fraction_of_all <= 1 + 1e-12
+    assert line.distinct_experts == f.distinct_experts(config.num_experts, config.num_experts_per_tok, batch)
+
+
 def test_touching_every_expert_in_expectation_is_refused() -> None:
     with pytest.raises(InputError) as error:
         f.tokens_to_touch(64, 8, 1.0)
