@@ -52,7 +52,8 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> P
     def make(number: int, sizes: tuple[int, ...], init: str) -> jax.Array:
         if init != "normal":
             return jnp.full(sizes, 1 if init == "ones" else 0, dtype)
-        return _normal(jax.random.fold_in(key, number), sizes, config.initializer_range, dtype)
+        values: jax.Array = _normal(jax.random.fold_in(key, number), sizes, config.initializer_range, dtype)
+        return values
 
     return _build(config, make)
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from roofline.hardware import Figure, Hardware
 from roofline.measure import Samples, available_memory_bytes, environment, measure_call
+from roofline.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jax import Array
-
-Progress = Callable[[str, float], None]  # what is being measured, share done
 
 # Weights are taken in turn from a set of about this size, so that none is still in a cache when its turn comes; no
 # more than so many of them, since a long chain compiles slowly.
@@ -28,7 +27,7 @@ _CONTEXTS = (128, 512, 2048)
 _ATTENTION_ROWS = (1, 2, 8, 32, 256, 1024)
 
 
-def calibrate(progress: Progress | None = None) -> Hardware:
+def calibrate(progress: Progress = silent) -> Hardware:
     """Measures this device in under two minutes on a small CPU; the result is the hardware `here`.
 
     Peaks are the best figures seen (the roof of this machine); the tables under `measured` hold medians by shape, for
@@ -37,9 +36,8 @@ def calibrate(progress: Progress | None = None) -> Hardware:
     import jax
 
     platform = jax.devices()[0].platform
-    tell = progress or (lambda _what, _share: None)
     dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16", "float32")
-    tell("read bandwidth", 0.0)
+    progress("read bandwidth", 0.0)
     reads = [_read_bandwidth(size) for size in (2**28, 2**30)]
     products: dict[str, list[dict[str, float]]] = {}
     for i, dtype in enumerate(dtypes):
@@ -47,12 +45,12 @@ def calibrate(progress: Progress | None = None) -> Hardware:
         plan = list(_product_plan(platform, dtype, thorough=i == 0))
         products[dtype] = []
         for n, (rows, columns, summands) in enumerate(plan):
-            tell(
+            progress(
                 f"{dtype} product {rows} x {columns} x {summands}",
                 0.02 + (0.68 if i == 0 else 0.08) * n / len(plan) + 0.68 * i,
             )
             products[dtype].append(_product(dtype, rows, columns, summands))
-    tell("attention products", 0.78)
+    progress("attention products", 0.78)
     attention = [
         _attention(dtypes[0], name, rows, context)
         for name in ("scores", "values")
@@ -60,7 +58,7 @@ def calibrate(progress: Progress | None = None) -> Hardware:
         for rows in _ATTENTION_ROWS
         if rows <= context * 4
     ]
-    tell("elementwise ops and launches", 0.95)
+    progress("elementwise ops and launches", 0.95)
     measured = {
         "environment": {key: value for key, value in environment().items() if value is not None},
         "dtype": dtypes[0],
@@ -70,7 +68,7 @@ def calibrate(progress: Progress | None = None) -> Hardware:
         "launch_s": _launch_s(),
         "dispatch_s": _dispatch_s(),
     }
-    tell("done", 1.0)
+    progress("done", 1.0)
     return _as_hardware(measured, reads, platform)
 
 

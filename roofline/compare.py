@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,11 @@ from roofline.count import count_kv_bytes_per_token, count_weight_bytes
 from roofline.hardware import Hardware
 from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
 from roofline.predict import predict_step
+from roofline.progress import Progress, silent
 from roofline.trace import measure_time_by_op
 
 if TYPE_CHECKING:
     from qwenjax.weights import Params
-
-Progress = Callable[[str, float], None]
 
 GROUPS = {
     "qkv_proj": "attention projections",
@@ -93,29 +92,34 @@ def default_steps(config: ModelConfig, batches: Sequence[int], prompts: Sequence
 
 def compare(
     config: ModelConfig, hardware: Hardware, *, batches: Sequence[int] = (1, 4, 8), prompts: Sequence[int] = (128, 512),
-    layers: int | None = None, dtype: str = "float32", progress: Progress | None = None,
+    layers: int | None = None, dtype: str | None = None, progress: Progress = silent,
+    budget_s: float = 2.0,
 ) -> Comparison:  # fmt: skip
     """Runs jitted prefill and decode steps here with made-up weights and sets them against `hardware` (a calibration).
 
-    Cuts the depth to `layers`, or to what the memory holds, and says so in `notes`.
+    Cuts the depth to `layers`, or to what the memory holds, and says so in `notes`. dtype: by default what the
+    calibration measured first, float32 on a CPU and bfloat16 elsewhere. budget_s: seconds of repeats for each step.
     """
     from qwenjax.model import check_runnable
 
     check_runnable(config)
-    tell = progress or (lambda _what, _share: None)
+    dtype = str(hardware.measured.get("dtype", "float32")) if dtype is None else dtype
     steps = default_steps(config, batches, prompts)
+    predict_calibrated(config, steps[0], hardware, dtype)  # refuses what wasn't measured before memory is spent
     config, notes = _cut(config, steps, layers, dtype)
-    tell("weights", 0.0)
+    progress("weights", 0.0)
     params = fill_params(config, dtype)
     rows: list[CompareRow] = []
     ops: list[GroupTime] = []
     for i, step in enumerate(steps):
-        tell(f"{step.phase}, batch {step.batch}, {step.query_len} new of {step.kv_len} tokens", (i + 0.1) / len(steps))
-        row = _measure(config, params, step, hardware, dtype)
+        progress(
+            f"{step.phase}, batch {step.batch}, {step.query_len} new of {step.kv_len} tokens", (i + 0.1) / len(steps)
+        )
+        row = _measure(config, params, step, hardware, dtype, budget_s)
         rows.append(row)
         if step.batch == 1 and step.kv_len == max(prompts):
             ops += _split(config, params, step, hardware, dtype, row.measured_s)
-    tell("done", 1.0)
+    progress("done", 1.0)
     errors = [abs(row.error) for row in rows]
     return Comparison(
         config.name, dtype, config.num_hidden_layers, tuple(rows), tuple(ops), environment(), tuple(notes),
@@ -131,7 +135,7 @@ def _cut(config: ModelConfig, steps: Iterable[Step], layers: int | None, dtype: 
     free = available_memory_bytes()
     if free is None:
         return config, []
-    largest = max(step.batch * step.kv_len for step in steps)
+    largest: int = max(step.batch * step.kv_len for step in steps)
 
     def need(model: ModelConfig) -> float:
         return count_weight_bytes(model, dtype) + 2 * largest * count_kv_bytes_per_token(model, dtype)
@@ -151,8 +155,10 @@ def _cut(config: ModelConfig, steps: Iterable[Step], layers: int | None, dtype: 
     ]
 
 
-def _measure(config: ModelConfig, params: Params, step: Step, hardware: Hardware, dtype: str) -> CompareRow:
-    samples = measure_call(step_call(config, params, step, dtype), budget_s=2.0)
+def _measure(
+    config: ModelConfig, params: Params, step: Step, hardware: Hardware, dtype: str, budget_s: float
+) -> CompareRow:
+    samples = measure_call(step_call(config, params, step, dtype), budget_s=budget_s)
     roof = predict_step(config, step, hardware, dtype=dtype, kv_dtype=dtype)
     predicted = sum(op.time_s for op in predict_calibrated(config, step, hardware, dtype))
     measured = samples.median_s

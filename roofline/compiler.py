@@ -70,4 +70,5 @@ def _dot_flops(equation: JaxprEqn) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     left: Any = equation.invars[0].aval
     result: Any = equation.outvars[0].aval
-    return 2 * math.prod(result.shape) * math.prod(left.shape[axis] for axis in contracted)
+    summed: int = math.prod(left.shape[axis] for axis in contracted)
+    return 2 * int(math.prod(result.shape)) * summed

@@ -108,7 +108,8 @@ def _filled(shape: tuple[int, ...], dtype: str) -> Array:
     def make() -> Array:
         number = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
         mixed = (number * jnp.uint32(2654435769)) >> 8
-        return ((mixed.astype(jnp.float32) * 2**-24 - 0.5) * 0.07).astype(dtype)  # the spread of a normal with 0.02
+        centred: Array = mixed.astype(jnp.float32) * 2**-24 - 0.5
+        return (centred * 0.07).astype(jnp.dtype(dtype))  # the spread of a normal with 0.02
 
     filled: Array = jax.jit(make)()
     return filled

@@ -1,0 +1,78 @@
+"""Times from measured rates by shape: interpolation, and the step as a sum over the inventory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwenjax import ModelConfig
+from roofline import Hardware, InputError, Step, count_step
+from roofline.calibrated import _attention_rate, _interpolate, _product_rate, predict_calibrated
+from tests.measured_box import box
+
+CONFIG = ModelConfig.from_hf("Qwen3-0.6B")
+
+
+@given(st.floats(1, 1e4), st.floats(1, 1e4))
+def test_interpolation_stays_between_the_measured_points(x: float, y: float) -> None:
+    assert min(y, 50.0) * 0.999 <= _interpolate([(8, y), (512, 50.0)], x) <= max(y, 50.0) * 1.001
+
+
+def test_interpolation_is_straight_in_log_log_and_level_beyond() -> None:
+    curve = [(64.0, 800.0), (1.0, 100.0)]
+    assert _interpolate(curve, 8) == pytest.approx((100 * 800) ** 0.5)
+    assert _interpolate(curve, 0.5) == 100
+    assert _interpolate(curve, 1000) == 800
+
+
+def test_a_measured_shape_gives_its_own_rate_and_another_the_nearer_ones() -> None:
+    entries = [
+        {"rows": 1, "columns": 1024, "summands": 1024, "flops_per_s": 1e9},
+        {"rows": 1, "columns": 65536, "summands": 1024, "flops_per_s": 4e9},
+    ]
+    assert _product_rate(entries, 1, 1024, 1024) == pytest.approx(1e9, rel=0.01)
+    near_small, near_large = _product_rate(entries, 1, 2048, 1024), _product_rate(entries, 1, 32768, 1024)
+    assert 1e9 < near_small < 2e9 < near_large < 4e9
+
+
+def test_attention_interpolates_rows_and_contexts() -> None:
+    entries = [
+        {"rows": rows, "context": context, "flops_per_s": rows * context * 1e6}
+        for rows in (1, 64)
+        for context in (128, 512)
+    ]
+    assert _attention_rate(entries, 8, 256) == pytest.approx(8 * 256 * 1e6)
+
+
+@pytest.mark.parametrize("step", [Step.decode(1, 128), Step.decode(8, 1024), Step.prefill(2, 256)])
+def test_a_step_is_its_ops_at_constant_rates(step: Step) -> None:
+    chip = box(flops_per_s=1e11, bytes_per_s=1e10, launch_s=1e-6, dispatch_s=1e-4)
+    parts = {op.op: op.time_s for op in predict_calibrated(CONFIG, step, chip, "float32")}
+    rows = {row.op: row for row in count_step(CONFIG, step, dtype="float32", attention="dense")}
+    assert parts.pop("dispatch") == 1e-4
+    assert parts.keys() == rows.keys()
+    for name, row in rows.items():
+        if row.flops:
+            assert parts[name] == pytest.approx(row.flops / 1e11)
+        elif name == "embed":
+            assert parts[name] == pytest.approx(1e-6)
+        else:
+            assert parts[name] == pytest.approx(row.layers * 1e-6 + row.activation_bytes / 1e10)
+
+
+def test_a_datasheet_chip_has_no_rates() -> None:
+    from roofline import load_hardware
+
+    with pytest.raises(InputError) as raised:
+        predict_calibrated(CONFIG, Step.decode(1, 128), load_hardware("rtx-4090"), "float32")
+    assert str(raised.value) == (
+        "hardware = 'rtx-4090': has no measured rates. Run `roofline calibrate` and use `here`."
+    )
+
+
+def test_a_dtype_that_was_not_measured() -> None:
+    chip: Hardware = box()
+    with pytest.raises(InputError) as raised:
+        predict_calibrated(CONFIG, Step.decode(1, 128), chip, "float16")
+    assert str(raised.value) == "dtype = 'float16': was not measured on here. Measured: float32."
