@@ -74,15 +74,19 @@ BatchesOption = Annotated[
     str, typer.Option("--batch", metavar="B|A..Z|A,B,C", help="Batch sizes: one, a range, or a list.")
 ]
 
+LARGEST_NUMBER = 2**63
 LARGEST_SWEEP = 4096  # batch sizes of one command; more is a slip of the pen
 
 
 def whole_number(option: str, text: str) -> int:
     """An integer; whether it is in range is for whoever uses it to say."""
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         raise InputError(option, text, "must be a whole number", "Give digits only, such as 16.") from None
+    if abs(value) >= LARGEST_NUMBER:
+        raise InputError(option, text, "is larger than any count here", "Check the number.")
+    return value
 
 
 def maybe_whole_number(option: str, text: str | None) -> int | None:

@@ -45,4 +45,7 @@ def _headline(record: dict[str, Any]) -> str:
     room = f"KV pool {gib(pool)} ({quantity(pool, 'B')}), {whole(record['kv_tokens'])} tokens"
     if record["fits"]:
         return f"{on} fits: {room}, {decimal(record['concurrency_at_max_len'], 2)} sequences of {length} tokens"
-    return f"{on} doesn't fit: {room}, less than one sequence of {length} tokens"
+    if record["kv_tokens"] and record["kv_tokens"] < record["max_model_len"]:
+        return f"{on} doesn't fit: {room}, less than one sequence of {length} tokens"
+    resident = sum(record[f"{name}_bytes"] for name in ("weight", "activation", "overhead"))
+    return f"{on} doesn't fit: weights, activations and overhead take {gib(resident)} of {gib(record['budget_bytes'])}"
