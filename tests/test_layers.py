@@ -226,13 +226,15 @@ def test_what_is_masked_has_no_influence() -> None:
 
 
 def test_softmax_is_in_float32() -> None:
-    """Of 1024 equal scores each is 2^-10; a bfloat16 sum of them would stop at 2^-2 of the whole."""
-    q = jnp.zeros((1, 1, 1, 1, 2), jnp.bfloat16)
-    k = jnp.zeros((1, 1, 1024, 2), jnp.bfloat16)
-    v = jnp.ones((1, 1, 1024, 2), jnp.bfloat16)
-    out = attention(q, k, v, jnp.ones((1, 1, 1024), bool))
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(out, np.float32), 1.0)
+    """Rounded to bfloat16 once, at the end; done in bfloat16, most of the probabilities miss."""
+    scores_S = (4 * array("scores", H)).astype(jnp.bfloat16)
+    q = jnp.zeros((1, 1, 1, 1, H), jnp.bfloat16).at[..., 0].set(4)  # times H^-0.5: one
+    k = jnp.zeros((1, 1, H, H), jnp.bfloat16).at[..., 0].set(scores_S)
+    probs_S = attention(q, k, jnp.eye(H, dtype=jnp.bfloat16)[None, None], jnp.ones((1, 1, H), bool))[0, 0, 0, 0]
+    powers = np.exp(np.asarray(scores_S, np.float64))
+    assert probs_S.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(probs_S, (powers / powers.sum()).astype(ml_dtypes.bfloat16))
+    assert np.sum(np.asarray(jax.nn.softmax(scores_S)) != np.asarray(probs_S)) > H // 3
 
 
 def test_probabilities_are_rounded_before_they_weigh_values() -> None:
