@@ -24,7 +24,8 @@ _SHAPES = ((1024, 1024), (1024, 3072), (4096, 1024), (6144, 2048), (4096, 4096),
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _HEAD_DIM = 128
 _CONTEXTS = (128, 512, 2048)
-_ATTENTION_ROWS = (1, 2, 8, 32, 256, 1024)
+_HEADS = (8, 64)  # KV heads of a whole batch
+_GROUPS = (1, 2, 4, 8)  # query heads of one KV head
 
 
 def calibrate(progress: Progress = silent) -> Hardware:
@@ -51,13 +52,9 @@ def calibrate(progress: Progress = silent) -> Hardware:
             )
             products[dtype].append(_product(dtype, rows, columns, summands))
     progress("attention products", 0.78)
-    attention = [
-        _attention(dtypes[0], name, rows, context)
-        for name in ("scores", "values")
-        for context in _CONTEXTS
-        for rows in _ATTENTION_ROWS
-        if rows <= context * 4
-    ]
+    decodes = [(heads, context, group, 1) for heads in _HEADS for context in _CONTEXTS for group in _GROUPS]
+    prefills = [(_HEADS[0], context, 2, context) for context in _CONTEXTS]
+    attention = [_attention(dtypes[0], *shape) for shape in (*decodes, *prefills)]
     progress("elementwise ops and launches", 0.95)
     measured = {
         "environment": {key: value for key, value in environment().items() if value is not None},
@@ -150,7 +147,7 @@ def _product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, fl
         return x
 
     start = jnp.ones((rows, summands), dtype)
-    samples = measure_call(lambda: chain(start, weights), budget_s=0.25)
+    samples = measure_call(lambda: chain(start, weights), budget_s=0.4, least=5)
     flops = each_flops * len(weights)
     num_bytes = sum(weight.nbytes for weight in weights)
     return {
@@ -169,55 +166,53 @@ def _precision(dtype: str) -> Any:
     return jax.lax.Precision.HIGHEST if dtype == "float32" else None
 
 
-def _attention(dtype: str, name: str, rows: int, context: int) -> dict[str, Any]:
-    """FLOP/s of one head's scores (rows x context) or values (rows x head_dim), over 8 heads, caches in turn."""
+def _attention(dtype: str, heads: int, context: int, group: int, tokens: int) -> dict[str, Any]:
+    """FLOP/s of the model's own attention, its softmax's time included, over caches in turn."""
     import jax
     import jax.numpy as jnp
 
-    heads = 8
-    each_flops = 2.0 * heads * rows * context * _HEAD_DIM
-    caches = _rotating((1, heads, context, _HEAD_DIM), dtype, _call_flops(jax.devices()[0].platform) / each_flops)
-    width = _HEAD_DIM if name == "scores" else context
-    y_axis = 3 if name == "scores" else 2
+    from qwenjax.layers import attention
+
+    each_flops = 4.0 * heads * group * tokens * context * _HEAD_DIM
+    pairs = _call_flops(jax.devices()[0].platform) / each_flops
+    shape = (1, heads, context, _HEAD_DIM)
+    keys, values = _rotating(shape, dtype, pairs), _rotating(shape, dtype, pairs)
+    mask = jnp.tril(jnp.ones((tokens, context), bool), context - tokens)[None]
 
     @jax.jit
-    def chain(x: Array, caches: list[Array]) -> Array:
-        for cached in caches:
-            y = jax.lax.dot_general(x, cached, (((3,), (y_axis,)), ((0, 1), (0, 1))), precision=_precision(dtype))
-            x = x + y[..., :1] * jnp.asarray(1e-9, dtype)
-        return x
+    def chain(q: Array, keys: list[Array], values: list[Array]) -> Array:
+        for key, value in zip(keys, values, strict=True):
+            q = q + attention(q, key, value, mask) * jnp.asarray(1e-9, dtype)
+        return q
 
-    start = jnp.ones((1, heads, rows, width), dtype)
-    samples = measure_call(lambda: chain(start, caches), budget_s=0.15)
-    rate = each_flops * len(caches) / samples.median_s
-    return {"product": name, "rows": rows, "context": context, "flops_per_s": rate}
+    start = jnp.ones((1, tokens, heads, group, _HEAD_DIM), dtype)
+    samples = measure_call(lambda: chain(start, keys, values), budget_s=0.4, least=5)
+    rate = each_flops * len(keys) / samples.median_s
+    return {"heads": heads, "context": context, "group": group, "tokens": tokens, "flops_per_s": rate}
 
 
 def _elementwise(dtype: str) -> dict[str, float]:
     """Bytes/s of the model's own elementwise functions, counting what an unfused op would read and write."""
-    import jax
     import jax.numpy as jnp
 
     from qwenjax.layers import apply_rope, rms_norm, swiglu
 
     x = jnp.ones((1, 512, 4096), dtype)
-    heads = x.reshape(1, 512, 32, 128)
     half = jnp.ones((1, 512, 64), dtype)
     pair = jnp.ones((1, 512, 2, 4096), dtype)
-    scores = jnp.ones((1, 8, 2, 512, 512), dtype)
-    mask = jnp.tril(jnp.ones((1, 512, 512), bool))
+    qkv = jnp.ones((1, 512, 8, 4, 128), dtype)
 
-    def softmax(scores: Array) -> Array:
-        wide = jnp.where(mask[:, None, None], scores.astype(jnp.float32), -jnp.inf)
-        return jax.nn.softmax(wide, axis=-1).astype(dtype)
+    def rope(qkv: Array) -> tuple[Array, Array]:
+        """From the projection's layout to queries and keys as attention takes them."""
+        q, k = qkv[..., :-2, :].reshape(1, 512, 16, 128), qkv[..., -2, :]
+        return apply_rope(q, half, half), apply_rope(k, half, half).transpose(0, 2, 1, 3)
 
     weight = jnp.ones(4096, dtype)
-    calls: dict[str, tuple[Callable[..., Array], tuple[Array, ...], int]] = {
+    calls: dict[str, tuple[Callable[..., Any], tuple[Array, ...], int]] = {
         "norm": (lambda a: rms_norm(a, weight, 1e-6), (x,), 2 * x.nbytes),
-        "rope": (apply_rope, (heads, half, half), 2 * heads.nbytes),
+        "rope": (rope, (qkv,), 2 * (qkv.nbytes // 4 * 3)),
         "swiglu": (swiglu, (pair,), pair.nbytes + pair.nbytes // 2),
         "residual": (jnp.add, (x, x + 1), 3 * x.nbytes),
-        "softmax": (softmax, (scores,), 2 * scores.nbytes),
     }
     return {
         name: num_bytes / _timed(function, arguments).median_s

@@ -21,7 +21,6 @@ _ELEMENTWISE = {
     "final_norm": "norm",
     "qk_norm": "norm",
     "rope": "rope",
-    "softmax": "softmax",
     "swiglu": "swiglu",
     "attention_residual": "residual",
     "mlp_residual": "residual",
@@ -63,9 +62,9 @@ def _op_time(op: Op, row: CountRow, config: ModelConfig, step: Step, tables: Map
         )
         return float(row.flops) / _product_rate(tables["products"][dtype], rows, columns, summands)
     if op.kind == "attention":
-        sizes = dims(config, step)
-        entries = [entry for entry in tables["attention"] if entry["product"] == op.name]
-        return float(row.flops) / _attention_rate(entries, float(sizes["G"] * sizes["T"]), float(sizes["S"]))
+        return float(row.flops) / _attention_rate(tables["attention"], dims(config, step))
+    if op.name == "softmax":  # measured together with the two products beside it
+        return 0.0
     launches = layers * float(tables["launch_s"])
     rate = tables["elementwise"].get(_ELEMENTWISE.get(op.name, ""))
     return launches if rate is None else launches + float(row.activation_bytes) / rate
@@ -86,15 +85,21 @@ def _product_rate(entries: Sequence[Entry], rows: float, columns: float, summand
     return math.exp(total / weight_sum)
 
 
-def _attention_rate(entries: Sequence[Entry], rows: float, context: float) -> float:
-    contexts = sorted({entry["context"] for entry in entries})
+def _attention_rate(entries: Sequence[Entry], sizes: Mapping[str, Any]) -> float:
+    """FLOP/s of attention: a prefill's by its tokens, a decode step's by KV heads of the batch, context and group."""
+    if sizes["T"] > 1:
+        return _interpolate([(e["tokens"], e["flops_per_s"]) for e in entries if e["tokens"] > 1], float(sizes["T"]))
+    decodes = [entry for entry in entries if entry["tokens"] == 1]
+    return _along(decodes, [("heads", sizes["B"] * sizes["K"]), ("context", sizes["S"]), ("group", sizes["G"])])
 
-    def at(length: float) -> float:
-        return _interpolate(
-            [(entry["rows"], entry["flops_per_s"]) for entry in entries if entry["context"] == length], rows
-        )
 
-    return _interpolate([(length, at(length)) for length in contexts], context)
+def _along(entries: Sequence[Entry], axes: Sequence[tuple[str, float]]) -> float:
+    """Interpolates over a grid, one axis after another."""
+    if not axes:
+        return float(entries[0]["flops_per_s"])
+    (name, x), *rest = axes
+    levels = sorted({entry[name] for entry in entries})
+    return _interpolate([(level, _along([e for e in entries if e[name] == level], rest)) for level in levels], float(x))
 
 
 def _interpolate(curve: Sequence[tuple[float, float]], x: float) -> float:

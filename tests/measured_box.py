@@ -35,12 +35,12 @@ def box(
                 ]
             },
             "attention": [
-                {"product": product, "rows": rows, "context": context, "flops_per_s": flops_per_s}
-                for product in ("scores", "values")
+                {"heads": heads, "context": context, "group": 2, "tokens": tokens, "flops_per_s": flops_per_s}
+                for heads in (8, 64)
                 for context in (128, 2048)
-                for rows in (1, 1024)
+                for tokens in (1, context)
             ],
-            "elementwise": dict.fromkeys(("norm", "rope", "swiglu", "residual", "softmax"), bytes_per_s),
+            "elementwise": dict.fromkeys(("norm", "rope", "swiglu", "residual"), bytes_per_s),
             "launch_s": launch_s,
             "dispatch_s": dispatch_s,
         },

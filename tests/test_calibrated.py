@@ -36,13 +36,15 @@ def test_a_measured_shape_gives_its_own_rate_and_another_the_nearer_ones() -> No
     assert 1e9 < near_small < 2e9 < near_large < 4e9
 
 
-def test_attention_interpolates_rows_and_contexts() -> None:
+def test_attention_of_a_decode_step_interpolates_heads_contexts_and_groups() -> None:
     entries = [
-        {"rows": rows, "context": context, "flops_per_s": rows * context * 1e6}
-        for rows in (1, 64)
-        for context in (128, 512)
-    ]
-    assert _attention_rate(entries, 8, 256) == pytest.approx(8 * 256 * 1e6)
+        {"heads": h, "context": s, "group": g, "tokens": 1, "flops_per_s": h * s * g * 1e6}
+        for h in (8, 64)
+        for s in (128, 512)
+        for g in (1, 8)
+    ] + [{"heads": 8, "context": t, "group": 2, "tokens": t, "flops_per_s": t * 1e9} for t in (128, 512)]
+    assert _attention_rate(entries, {"B": 4, "K": 8, "G": 2, "S": 256, "T": 1}) == pytest.approx(32 * 256 * 2 * 1e6)
+    assert _attention_rate(entries, {"B": 4, "K": 8, "G": 2, "S": 256, "T": 256}) == pytest.approx(256e9)
 
 
 @pytest.mark.parametrize("step", [Step.decode(1, 128), Step.decode(8, 1024), Step.prefill(2, 256)])
@@ -55,6 +57,8 @@ def test_a_step_is_its_ops_at_constant_rates(step: Step) -> None:
     for name, row in rows.items():
         if row.flops:
             assert parts[name] == pytest.approx(row.flops / 1e11)
+        elif name == "softmax":
+            assert parts[name] == 0  # in the measured rate of attention
         elif name == "embed":
             assert parts[name] == pytest.approx(1e-6)
         else:

@@ -178,7 +178,8 @@ def test_calibrate_measures_and_keeps(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "_SHAPES": ((64, 64), (128, 64), (64, 128)),
         "_ROWS": (1, 8),
         "_CONTEXTS": (32,),
-        "_ATTENTION_ROWS": (1, 8),
+        "_GROUPS": (1, 2),
+        "_HEADS": (2, 4),
         "_ROTATING_BYTES": 2**16,
         "_CALL_FLOPS": {"cpu": 1e6, "gpu": 1e6},
     }
