@@ -56,15 +56,14 @@ class Step:
 
 def check_step(config: ModelConfig, step: Step) -> Step:
     """Refuses steps that no such model can run."""
-    for name in ("batch", "query_len", "kv_len"):
-        value = getattr(step, name)
+    for name, value in (("batch", step.batch), ("query_len", step.query_len), ("context", step.kv_len)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise InputError(name, value, "must be an integer", "Give a count of sequences or tokens.")
         if value < 1:
             raise InputError(name, value, "must be at least 1", "Give a count of sequences or tokens.")
     if step.kv_len < step.query_len:
         raise InputError(
-            "kv_len",
+            "context",
             step.kv_len,
             f"is less than the {step.query_len} query tokens, which are attended too",
             "Give past and new tokens together.",

@@ -58,7 +58,7 @@ class Weight(NamedTuple):
     name: str
     letters: str  # as a slice of its leaf
     stored: str
-    key: str  # after `model.` or `model.layers.N.`; {expert} where each expert is a tensor of its own
+    key: str  # after `model.` (not lm_head) or `model.layers.N.`; {expert} where each expert is a tensor of its own
     group: str
     scope: Scope
     leaf: str
@@ -299,7 +299,7 @@ _LEAF_LETTERS = _leaf_letters()
 
 
 class Product(NamedTuple):
-    """An einsum as one batched matrix product: letters of each operand, of the batch, of x's rows, of y's columns, and summed."""
+    """An einsum as one batched matrix product: letters of operands, batch, x's rows, y's columns, the summed."""
 
     x: str
     y: str

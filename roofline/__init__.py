@@ -5,7 +5,8 @@ from qwenjax.errors import InputError
 from roofline.count import count_kv_bytes_per_token, count_params, count_step, count_weight_bytes
 from roofline.hardware import Hardware, list_hardware, load_hardware
 from roofline.memory import MemoryPlan, plan_memory
-from roofline.predict import predict, predict_step, sweep
+from roofline.predict import predict_step, sweep
+from roofline.request import predict
 
 __all__ = [
     "Hardware",

@@ -46,8 +46,8 @@ from roofline.hardware import load_hardware
 from roofline.memory import GPU_MEMORY_UTILIZATION, MAX_NUM_BATCHED_TOKENS, plan_memory
 from roofline.moe import count_experts
 from roofline.predict import device_of, predict_step
-from roofline.predict import predict as predict_requests
 from roofline.profile import load_profile
+from roofline.request import predict as predict_requests
 
 DEFAULT_LENGTH = 1024  # tokens, where a command needs a length and none is given
 DEFAULT_BATCHES = "1,2,4,8,16,32,64,128,256"

@@ -71,7 +71,7 @@ def compare(
     """
     config = ModelConfig.from_hf(model)
     cut = maybe_whole_number("--layers", layers)
-    sizes, lengths = batch_sizes(batches), batch_sizes(prompts.strip())
+    sizes, lengths = batch_sizes(batches), batch_sizes(prompts, "--prompt")
     if plot is not None:
         _check_plot(plot)
     say_notes(note for note in config.notes if note.kind == "warning")

@@ -103,27 +103,27 @@ def positive_number(option: str, text: str, example: str) -> float:
     return value
 
 
-def batch_sizes(text: str) -> tuple[int, ...]:
+def batch_sizes(text: str, option: str = "--batch") -> tuple[int, ...]:
     """Sizes out of `8`, `1..64` (both ends included) and lists of these parted by commas."""
     sizes: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        start = _size(text, first)
-        end = _size(text, last) if dots else start
+        start = _size(option, text, first)
+        end = _size(option, text, last) if dots else start
         if end < start:
-            raise InputError("--batch", text, f"has a range that ends at {end}, below its start", "Swap the two.")
+            raise InputError(option, text, f"has a range that ends at {end}, below its start", "Swap the two.")
         if len(sizes) + end - start >= LARGEST_SWEEP:
-            raise InputError("--batch", text, f"names more than {LARGEST_SWEEP} sizes", "Give fewer, such as 1,2,4,8.")
+            raise InputError(option, text, f"names more than {LARGEST_SWEEP} sizes", "Give fewer, such as 1,2,4,8.")
         sizes += range(start, end + 1)
     return tuple(sizes)
 
 
-def _size(text: str, part: str) -> int:
+def _size(option: str, text: str, part: str) -> int:
     try:
         return int(part)
     except ValueError:
         remedy = "Give a number (8), a range (1..64) or a list (1,2,4)."
-        raise InputError("--batch", text, "is no batch size, range or list", remedy) from None
+        raise InputError(option, text, "is no whole number, range or list", remedy) from None
 
 
 def expert_convention(text: str) -> Experts:

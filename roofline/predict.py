@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from qwenjax.config import ModelConfig
@@ -24,7 +23,6 @@ from roofline.count import (
     sum_rows,
 )
 from roofline.hardware import Hardware, load_hardware
-from roofline.profile import Profile, load_profile
 from roofline.utilization import compute_mbu, compute_mfu
 
 if TYPE_CHECKING:
@@ -195,174 +193,6 @@ def _larger(a: Any, b: Any) -> Any:
     if hasattr(a, "shape") or hasattr(b, "shape"):
         return (a + b + abs(a - b)) / 2
     return max(a, b)
-
-
-@dataclass(frozen=True)
-class RequestRow:
-    """`batch` requests of one prompt and output length served together. Times in seconds; low and high bound e2e_s."""
-
-    batch: int
-    fits: bool
-    ttft_s: float
-    tpot_s: float | None  # None when one token is asked for: the prefill makes it
-    e2e_s: float
-    tokens_per_s_per_sequence: float | None
-    throughput_tokens_per_s: float
-    mfu: float
-    mbu: float
-    limited_by: str
-    low: float
-    high: float | None  # None: the bound has no upper limit
-
-
-@dataclass(frozen=True)
-class Prediction:
-    rows: tuple[RequestRow, ...]
-    profile: Profile
-
-
-def predict(
-    config: ModelConfig,
-    hardware: Hardware | str,
-    *,
-    prompt: int,
-    output: int,
-    batch: int | Sequence[int] = 1,
-    profile: str = "bound",
-    dtype: str = "bfloat16",
-    kv_dtype: str | None = None,
-    experts: Experts = "expected",
-    tp: int = 1,
-    ep: int = 1,
-    bandwidth: Bandwidth = "peak",
-) -> Prediction:
-    """Predicts time to first token, time per output token and throughput of batches of equal requests.
-
-    One prefill of the whole batch makes the first tokens; `output - 1` decode steps make the rest, the n-th attending
-    prompt + n tokens. prompt and output in tokens.
-    """
-    known = load_profile(profile)
-    batches = (batch,) if isinstance(batch, int) else tuple(batch)
-    hardware = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    mesh = check_mesh(config, Mesh(tp, ep))
-    _check_request(config, prompt, output, batches)
-    request = _Request(config, hardware, prompt, output, dtype, kv_dtype, experts, mesh, bandwidth)
-    return Prediction(tuple(request.row(size) for size in batches), known)
-
-
-def _check_request(config: ModelConfig, prompt: int, output: int, batches: tuple[int, ...]) -> None:
-    for name, value in (("prompt", prompt), ("output", output)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(name, value, "must be a positive integer", "Give a length in tokens.")
-    if not batches:
-        raise InputError("batch", [], "names no batch size", "Give a number or a range such as 1..64.")
-    longest = prompt + output - 1  # the last output is never fed back
-    for size in batches:
-        check_step(config, Step(size, 1, longest))
-
-
-@dataclass(frozen=True)
-class _Request:
-    config: ModelConfig
-    hardware: Hardware
-    prompt: int
-    output: int
-    dtype: str
-    kv_dtype: str | None
-    experts: Experts
-    mesh: Mesh
-    bandwidth: Bandwidth
-
-    def time(self, step: Step) -> StepTime:
-        policy = DtypePolicy.of(self.dtype, self.kv_dtype)
-        rows = count_step(
-            self.config,
-            step,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            experts=self._experts(step),
-            mesh=self.mesh,
-            check=False,
-        )
-        return time_step(
-            rows,
-            count_comms(self.config, step, self.mesh, policy.activation),
-            device_of(self.hardware, policy, self.bandwidth),
-        )
-
-    def _experts(self, step: Step) -> Experts:
-        # A measured number of distinct experts speaks of decode steps; a prefill reads what its tokens are expected to.
-        return self.experts if isinstance(self.experts, str) or step.phase == "decode" else "expected"
-
-    def row(self, batch: int) -> RequestRow:
-        prefill = self.time(Step.prefill(batch, self.prompt))
-        decodes = [self.time(Step.decode(batch, self.prompt + n)) for n in _sample(self.output - 1)]
-        weights = _weights(self.output - 1)
-        decode_s = sum(w * d.time_s for w, d in zip(weights, decodes, strict=True))
-        e2e = prefill.time_s + decode_s
-        flops = prefill.flops + sum(w * d.flops for w, d in zip(weights, decodes, strict=True))
-        moved = prefill.bytes + sum(w * d.bytes for w, d in zip(weights, decodes, strict=True))
-        tpot = decode_s / (self.output - 1) if self.output > 1 else None
-        device = prefill.device
-        return RequestRow(
-            batch,
-            self.fits(batch),
-            prefill.time_s,
-            tpot,
-            e2e,
-            None if tpot is None else 1 / tpot,
-            batch * self.output / e2e,
-            compute_mfu(flops, e2e, device.flops_per_s),
-            compute_mbu(moved, e2e, device.bandwidth_bytes_per_s),
-            _limit(prefill, decodes, weights),
-            low=e2e,
-            high=None,
-        )
-
-    def fits(self, batch: int) -> bool:
-        """Whether weights and the whole batch's KV cache are within what the device reports as its memory."""
-        policy = DtypePolicy.of(self.dtype, self.kv_dtype)
-        tokens = batch * (self.prompt + self.output)
-        need = count_weight_bytes(self.config, self.dtype, self.mesh) + tokens * count_kv_bytes_per_token(
-            self.config, policy.kv, self.mesh
-        )
-        return need <= self.hardware.usable_memory_bytes
-
-
-# Step time is convex and piecewise linear in the context, so a few points carry its sum over a long output.
-_POINTS = 65
-
-
-def _sample(steps: int) -> list[int]:
-    """Which decode steps to time, counted from 1: all of a short output, evenly spaced ones of a long output."""
-    if steps <= _POINTS:
-        return list(range(1, steps + 1))
-    return [1 + round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)]
-
-
-def _weights(steps: int) -> list[float]:
-    """How many decode steps each sampled one stands for (trapezoids between samples)."""
-    points = _sample(steps)
-    if steps <= _POINTS:
-        return [1.0] * len(points)
-    gaps = [b - a for a, b in pairwise(points)]
-    inner = [(a + b) / 2 for a, b in pairwise(gaps)]
-    return [(gaps[0] + 1) / 2, *inner, (gaps[-1] + 1) / 2]
-
-
-def _limit(prefill: StepTime, decodes: list[StepTime], weights: list[float]) -> str:
-    """The term that takes most of the request's time."""
-    terms = {"compute": 0.0, "weights from memory": 0.0, "KV cache from memory": 0.0, "communication": 0.0}
-    for weight, step in [(1.0, prefill), *zip(weights, decodes, strict=True)]:
-        terms["communication"] += weight * step.communication_s
-        for op in step.ops:
-            if op.bound == "compute":
-                terms["compute"] += weight * op.time_s
-            elif op.row.bytes:
-                share = op.row.weight_bytes / op.row.bytes
-                terms["weights from memory"] += weight * op.time_s * share
-                terms["KV cache from memory"] += weight * op.time_s * (1 - share)
-    return max(terms, key=lambda name: terms[name])
 
 
 def sweep(

@@ -53,7 +53,7 @@ MESSAGES = {
         "--phase = 'train': is not a kind of step. Use prefill or decode."
     ),
     "roofline step Qwen2.5-7B --phase prefill --query-len 9 --context 4": (
-        "kv_len = 4: is less than the 9 query tokens, which are attended too. Give past and new tokens together."
+        "context = 4: is less than the 9 query tokens, which are attended too. Give past and new tokens together."
     ),
     f"{STEP} --attention full": (
         "attention = 'full': is not a convention that is known here. Known: causal, dense."
@@ -85,8 +85,8 @@ MESSAGES = {
         "tp = 3: doesn't split 28 attention heads and 4 KV heads evenly. Use one of 1, 2, 4, 28."
     ),
     f"{STEP} --ep 2": "ep = 2: a dense model has no experts to spread. Use tp.",
-    f"{PREDICT} --batch x": f"--batch = 'x': is no batch size, range or list. {BATCH}",
-    f"{PREDICT} --batch 1,": f"--batch = '1,': is no batch size, range or list. {BATCH}",
+    f"{PREDICT} --batch x": f"--batch = 'x': is no whole number, range or list. {BATCH}",
+    f"{PREDICT} --batch 1,": f"--batch = '1,': is no whole number, range or list. {BATCH}",
     f"{PREDICT} --batch 8..2": "--batch = '8..2': has a range that ends at 2, below its start. Swap the two.",
     f"{PREDICT} --batch 1..9999": "--batch = '1..9999': names more than 4096 sizes. Give fewer, such as 1,2,4,8.",
     f"{PREDICT} --batch 0..2": "batch = 0: must be at least 1. Give a count of sequences or tokens.",

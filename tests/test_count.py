@@ -407,7 +407,7 @@ def test_refused(options: dict[str, Any], text: str) -> None:
 
 
 def test_a_step_is_checked() -> None:
-    with pytest.raises(InputError, match=r"^kv_len = 2: is less than the 3 query tokens"):
+    with pytest.raises(InputError, match=r"^context = 2: is less than the 3 query tokens"):
         count_step(MIXTURE, Step(1, 3, 2))
 
 

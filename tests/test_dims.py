@@ -76,17 +76,17 @@ def test_steps_that_can_run(step: Step) -> None:
     assert check_step(read(QWEN3), step) is step
 
 
-@pytest.mark.parametrize("name", ["batch", "query_len", "kv_len"])
+@pytest.mark.parametrize(("field", "name"), [("batch", "batch"), ("query_len", "query_len"), ("kv_len", "context")])
 @pytest.mark.parametrize("value", [1.0, "1", True, None, [1], float("nan")])
-def test_what_is_no_count(name: str, value: Any) -> None:
+def test_what_is_no_count(field: str, name: str, value: Any) -> None:
     shown = "" if value is None else f" = {value!r}"
-    assert message(read(QWEN3), Step(**{name: value})) == f"{name}{shown}: must be an integer. {COUNT}"
+    assert message(read(QWEN3), Step(**{field: value})) == f"{name}{shown}: must be an integer. {COUNT}"
 
 
-@pytest.mark.parametrize("name", ["batch", "query_len", "kv_len"])
+@pytest.mark.parametrize(("field", "name"), [("batch", "batch"), ("query_len", "query_len"), ("kv_len", "context")])
 @pytest.mark.parametrize("value", [0, -1, -(2**70)])
-def test_counts_below_one(name: str, value: int) -> None:
-    assert message(read(QWEN3), Step(**{name: value})) == f"{name} = {value}: must be at least 1. {COUNT}"
+def test_counts_below_one(field: str, name: str, value: int) -> None:
+    assert message(read(QWEN3), Step(**{field: value})) == f"{name} = {value}: must be at least 1. {COUNT}"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_counts_below_one(name: str, value: int) -> None:
     [
         (
             Step(1, 8, 7),
-            "kv_len = 7: is less than the 8 query tokens, which are attended too. Give past and new tokens together.",
+            "context = 7: is less than the 8 query tokens, which are attended too. Give past and new tokens together.",
         ),
         (
             Step(1, 1, 513),

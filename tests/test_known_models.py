@@ -17,15 +17,35 @@ from qwenjax.known_models import known_model_config, known_model_facts, known_mo
 NAMES = known_model_names()
 
 # Files of the shared folder whose name isn't the model's, or that say more or less than the repository's config.json.
-OTHER_FILES = {"Qwen/Qwen1.5-MoE-A2.7B-Chat": "transformers5-qwen2_moe", "Qwen/Qwen1.5-32B-Chat-GPTQ-Int4":
-               "Qwen1.5-32B-Chat-GPTQ-Int4.partial"}  # fmt: skip
+OTHER_FILES = {
+    "Qwen/Qwen1.5-MoE-A2.7B-Chat": "transformers5-qwen2_moe",
+    "Qwen/Qwen1.5-32B-Chat-GPTQ-Int4": "Qwen1.5-32B-Chat-GPTQ-Int4.partial",
+}
 # Bookkeeping, token ids, dropout and defaults, which the table leaves out on purpose.
 NOT_FACTS = {
-    "_name_or_path", "attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "hidden_act", "initializer_range",
-    "max_window_layers", "sliding_window", "use_sliding_window", "transformers_version", "use_cache", "use_mrope",
-    "output_router_logits", "router_aux_loss_coef", "use_qk_norm", "qkv_bias", "layer_types", "decoder_sparse_step",
-    "mlp_only_layers", "rope_parameters", "rope_type",
-}  # fmt: skip
+    "_name_or_path",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "hidden_act",
+    "initializer_range",
+    "max_window_layers",
+    "sliding_window",
+    "use_sliding_window",
+    "transformers_version",
+    "use_cache",
+    "use_mrope",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "use_qk_norm",
+    "qkv_bias",
+    "layer_types",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "rope_parameters",
+    "rope_type",
+}
 RENAMED = {"dtype": "torch_dtype", "num_local_experts": "num_experts"}
 
 
@@ -45,7 +65,7 @@ def lm_head(config: dict[str, Any]) -> int:
 
 
 def fp8_scales(config: dict[str, Any]) -> int:
-    """One scale for each started block of [128, 128] of the attention and MLP matrices; router and lm_head have none."""
+    """One scale for each started block of [128, 128] of attention and MLP matrices; router and lm_head have none."""
     hidden, head_dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     width = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -85,10 +105,15 @@ def test_neither_the_full_nor_the_short_names_collide() -> None:
 def test_every_row_says_where_its_config_and_its_count_come_from(name: str) -> None:
     facts = known_model_facts(name)
     config_source, _, count_source = facts.source.partition("; count: ")
-    assert config_source.startswith("config: ") and len(config_source) > 15
+    assert config_source.startswith("config: ")
+    assert len(config_source) > 15
     assert (facts.stored_params is None) == (count_source == "")
     # A key that the row lacks is one that the source says it didn't find.
-    for key, words in {"rope_theta": "rope_theta", "rms_norm_eps": "rms_norm_eps", "tie_word_embeddings": "tying"}.items():
+    for key, words in {
+        "rope_theta": "rope_theta",
+        "rms_norm_eps": "rms_norm_eps",
+        "tie_word_embeddings": "tying",
+    }.items():
         assert key in known_model_config(name) or words in facts.source
 
 
@@ -125,15 +150,32 @@ def test_full_and_short_names_work_in_any_letter_case(spelling: str) -> None:
 
 def test_the_config_has_the_types_that_json_has() -> None:
     assert known_model_config("Qwen3-30B-A3B") == {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
-        "tie_word_embeddings": False, "rope_theta": 1e6, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "torch_dtype": "bfloat16", "attention_bias": False,
-    }  # fmt: skip
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "torch_dtype": "bfloat16",
+        "attention_bias": False,
+    }
     assert known_model_config("DeepSeek-R1-0528-Qwen3-8B")["rope_scaling"] == {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attn_factor": 0.8782488562869419,
-    }  # fmt: skip
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "attn_factor": 0.8782488562869419,
+    }
 
 
 def test_changing_a_config_leaves_the_table_alone() -> None:
@@ -148,13 +190,23 @@ def test_changing_a_config_leaves_the_table_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("Qwen2.5-7B-Instrct", ["Qwen2.5-7B-Instruct", "Qwen2.5-72B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2-7B-Instruct"]),
-        ("Qwen/Qwen3-235B", ["Qwen3-235B-A22B", "Qwen3-235B-A22B-Instruct-2507", "Qwen3-235B-A22B-Thinking-2507",
-                             "Qwen3-235B-A22B-FP8"]),
+        (
+            "Qwen2.5-7B-Instrct",
+            ["Qwen2.5-7B-Instruct", "Qwen2.5-72B-Instruct", "Qwen2.5-3B-Instruct", "Qwen2-7B-Instruct"],
+        ),
+        (
+            "Qwen/Qwen3-235B",
+            [
+                "Qwen3-235B-A22B",
+                "Qwen3-235B-A22B-Instruct-2507",
+                "Qwen3-235B-A22B-Thinking-2507",
+                "Qwen3-235B-A22B-FP8",
+            ],
+        ),
         ("gpt", []),
         ("", []),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_name_is_refused_with_the_near_ones(name: str, near: list[str]) -> None:
     listed = "; near: " + ", ".join(f"Qwen/{short}" for short in near) if near else ""
     for look_up in (known_model_config, known_model_facts):

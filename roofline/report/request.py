@@ -8,8 +8,9 @@ from typing import Any
 from qwenjax.config import ModelConfig
 from qwenjax.tables import Table
 from roofline.hardware import Hardware
-from roofline.predict import Device, Prediction
+from roofline.predict import Device
 from roofline.report.units import decimal, milliseconds, percent, quantity, rate, whole
+from roofline.request import Prediction
 
 
 def predict_record(
