@@ -157,6 +157,7 @@ def _hidden(
     lengths_B: Array | None,
 ) -> tuple[Array, list[KeyValue]]:
     """The residual stream after the last layer, and each layer's keys and values."""
+    check_runnable(config)
     with jax.named_scope("embed"):
         x_BTD = params["embed_tokens"][tokens_BT]
     with jax.named_scope("rope"):

@@ -71,7 +71,8 @@ def device_fraction(letters: str, config: ModelConfig, mesh: Mesh) -> Fraction:
     """The share of a tensor, or of a contraction's work, that the fullest device holds.
 
     KV heads fewer than tp are repeated: a tensor over K alone is split K ways at most, and of q, k and v side by side
-    each device has its query heads and one whole key and value head. Vocabulary rows are padded up.
+    each device has its query heads and one whole key and value head. Vocabulary rows are padded up. The router is
+    repeated: it is small, and every device needs all of its scores.
     """
     share = Fraction(1)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -81,6 +82,6 @@ def device_fraction(letters: str, config: ModelConfig, mesh: Mesh) -> Fraction:
         share /= mesh.tp
     elif "V" in letters:
         share *= Fraction(-(-config.vocab_size // mesh.tp), config.vocab_size)
-    if "E" in letters:
+    if "E" in letters and "F" in letters:
         share /= mesh.ep
     return share

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, dims, size
-from qwenjax.ops import layers_of, ops_of
+from qwenjax.ops import Op, layers_of, ops_of
 from qwenjax.sharding import Mesh, device_fraction
 from roofline.count import dtype_bits
 
@@ -39,33 +39,29 @@ def count_comms(
     """Counts the collectives of one step; routed and shared experts are reduced together, after their sum."""
     if mesh.num_devices == 1:
         return ()
-    element_bits = dtype_bits(dtype)
+    bits = dtype_bits(dtype)
+    sizes = dims(config, step, logits=logits)
     rows: list[CommRow] = []
-    reduced: dict[str, int] = {}
-    for op in ops_of(config):
-        sizes = dims(config, step, op.block, logits)
-        inputs, output = op.einsum.split("->")
-        contracted = "".join(letter for letter in inputs.replace(",", "") if letter not in output)
-        if op.kind in ("matmul", "grouped") and device_fraction(contracted, config, Mesh(tp=mesh.tp)) != 1:
-            reduced[_BRANCH_END[op.name]] = layers_of(config, op.scope) + (
-                reduced.get(_BRANCH_END[op.name], 0) if op.scope == "dense" else 0
-            )
-        if op.name == "embed" and mesh.tp > 1:
-            rows.append(_row("embed", "all-reduce", mesh.tp, 1, size("BTD", sizes), element_bits))
-        if op.name == "router" and mesh.ep > 1:  # each device scores its experts; the softmax is over all of them
-            rows.append(
-                _row("router", "all-gather", mesh.ep, layers_of(config, op.scope), size("BTE", sizes), element_bits)
-            )
-        if op.kind == "grouped" and mesh.ep > 1:
-            rows.append(
-                _row(op.name, "all-to-all", mesh.ep, layers_of(config, op.scope), size("BTAD", sizes), element_bits)
-            )
-        if op.name == "unembed" and mesh.tp > 1:
-            rows.append(_row("unembed", "all-gather", mesh.tp, 1, size("BUV", sizes), element_bits))
-    residual = size("BTD", dims(config, step))
+    if mesh.tp > 1:  # each device looks up the rows it has
+        rows.append(_row("embed", "all-reduce", mesh.tp, 1, size("BTD", sizes), bits))
+    ends = {_BRANCH_END[op.name] for op in ops_of(config) if _leaves_partial_sums(op, config, mesh)}
     layers = config.num_hidden_layers
-    reductions = [_row(name, "all-reduce", mesh.tp, layers, residual, element_bits) for name in reduced]
-    return (*rows[:1], *reductions, *rows[1:]) if rows and rows[0].op == "embed" else (*reductions, *rows)
+    rows += [_row(end, "all-reduce", mesh.tp, layers, size("BTD", sizes), bits) for end in sorted(ends)]
+    if mesh.ep > 1:
+        rows += [
+            _row(op.name, "all-to-all", mesh.ep, layers_of(config, op.scope), size("BTAD", sizes), bits)
+            for op in ops_of(config)
+            if op.kind == "grouped"
+        ]
+    if mesh.tp > 1:
+        rows.append(_row("unembed", "all-gather", mesh.tp, 1, size("BUV", sizes), bits))
+    return tuple(rows)
+
+
+def _leaves_partial_sums(op: Op, config: ModelConfig, mesh: Mesh) -> bool:
+    inputs, output = op.einsum.split("->")
+    contracted = "".join(letter for letter in inputs.replace(",", "") if letter not in output)
+    return op.kind in ("matmul", "grouped") and device_fraction(contracted, config, Mesh(tp=mesh.tp)) != 1
 
 
 def _row(
