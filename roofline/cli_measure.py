@@ -150,9 +150,8 @@ def _check_plot(path: str) -> None:
 
 
 def _plot(result: Comparison, chip: Hardware, path: str) -> None:
-    from roofline.plot_data import Roof
+    from roofline.plot_data import roof_of
     from roofline.plot_measured import plot_compare
 
-    roof = Roof("this machine", chip.flops_per_s(result.dtype), chip.peak_bandwidth_bytes_per_s)
     title = f"{result.model}, {result.layers} layers, {result.dtype} on {chip.name}"
-    plot_compare(result.rows, result.ops, roof, path, title)
+    plot_compare(result.rows, result.ops, roof_of(chip, result.dtype), path, title)

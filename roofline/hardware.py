@@ -252,7 +252,8 @@ def _check_figure(name: str, figure: Figure, rule: _Rule) -> None:
         raise InputError(name, value, "must be a number", rule.remedy)
     if not 0 < value < math.inf:
         raise InputError(name, value, "must be finite and greater than zero", rule.remedy)
-    if value < rule.low:
+    # A slip of units is a person's; a rate that was measured here may be as low as it is.
+    if value < rule.low and not (rule is _RATE and figure.kind == "measured here"):
         raise InputError(name, value, rule.mistake, rule.remedy)
     if value > rule.high:
         raise InputError(name, value, f"is more than {rule.high:g} {figure.unit}, beyond any chip", rule.remedy)
