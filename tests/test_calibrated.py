@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from measured_box import box
 
 from qwenjax import ModelConfig
 from roofline import Hardware, InputError, Step, count_step
 from roofline.calibrated import _attention_rate, _interpolate, _product_rate, predict_calibrated
-from tests.measured_box import box
 
 CONFIG = ModelConfig.from_hf("Qwen3-0.6B")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from measured_box import box
 from typer.testing import CliRunner
 
 from qwenjax import ModelConfig, param_shapes
@@ -18,7 +19,6 @@ from roofline.cli import app
 from roofline.compare import GROUPS, OTHER_GROUP, _cut, compare, default_steps
 from roofline.hardware import load_hardware, write_hardware
 from roofline.measure import Samples, environment, fill_params, measure_call, step_call
-from tests.measured_box import box
 
 TINY = ModelConfig(
     "qwen3", vocab_size=384, hidden_size=96, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,

@@ -13,9 +13,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from measured_box import box
 
 from roofline.hardware import write_hardware
-from tests.measured_box import box
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
