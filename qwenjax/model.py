@@ -17,6 +17,7 @@ from qwenjax.cache import KVCache, append, cache_shapes, fill
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.layers import apply_rope, attention, causal_mask, contract, rms_norm, rope_tables, swiglu
+from qwenjax.moe import route, run_experts
 from qwenjax.ops import Scope
 from qwenjax.weights import Params, init_params, layer_scopes, leaves_of, param_shapes
 
@@ -37,9 +38,16 @@ class Block(nnx.Module):
     post_norm: nnx.Param[Array]
     gate_up_proj: nnx.Param[Array]
     down_proj: nnx.Param[Array]
+    router: nnx.Param[Array]
+    experts_gate_up_proj: nnx.Param[Array]
+    experts_down_proj: nnx.Param[Array]
+    shared_gate_up_proj: nnx.Param[Array]
+    shared_down_proj: nnx.Param[Array]
+    shared_expert_gate: nnx.Param[Array]
 
     def __init__(self, config: ModelConfig, scopes: tuple[Scope, ...], params: Params) -> None:
         self.config = config
+        self.is_sparse = "sparse" in scopes
         for leaf in leaves_of(config, scopes):
             setattr(self, leaf, nnx.Param(params[leaf]))
 
@@ -60,7 +68,7 @@ class Block(nnx.Module):
             x_BTD = x_BTD + out_BTD
         with jax.named_scope("post_norm"):
             h_BTD = rms_norm(x_BTD, self.post_norm[...], self.config.rms_norm_eps)
-        mixed_BTD = self.mlp(h_BTD)
+        mixed_BTD = self.experts(h_BTD) if self.is_sparse else self.mlp(h_BTD)
         with jax.named_scope("mlp_residual"):
             return x_BTD + mixed_BTD, kept
 
@@ -105,6 +113,24 @@ class Block(nnx.Module):
             hidden_BTF = swiglu(gate_up_BTCF)
         with jax.named_scope("down_proj"):
             return contract("down_proj", hidden_BTF, self.down_proj[...])
+
+    def experts(self, h_BTD: Array) -> Array:
+        """The routed experts' weighted sum, and the shared expert's output times its own gate (Qwen2-MoE)."""
+        config = self.config
+        weights_BTA, chosen_BTA = route(h_BTD, self.router[...], config.num_experts_per_tok, config.norm_topk_prob)
+        stacks = self.experts_gate_up_proj[...], self.experts_down_proj[...]
+        routed_BTD = run_experts(h_BTD, weights_BTA, chosen_BTA, *stacks)
+        if not config.has_shared_expert:
+            return routed_BTD
+        with jax.named_scope("shared_gate_up_proj"):
+            gate_up_BTCF = contract("shared_gate_up_proj", h_BTD, self.shared_gate_up_proj[...])
+        with jax.named_scope("shared_swiglu"):
+            hidden_BTF = swiglu(gate_up_BTCF)
+        with jax.named_scope("shared_down_proj"):
+            shared_BTD = contract("shared_down_proj", hidden_BTF, self.shared_down_proj[...])
+        with jax.named_scope("shared_expert_gate"):
+            gate_BT = jax.nn.sigmoid(contract("shared_expert_gate", h_BTD, self.shared_expert_gate[...]))
+            return routed_BTD + gate_BT[..., None] * shared_BTD
 
 
 class Decoder(nnx.Module):
@@ -223,13 +249,6 @@ Phase = Literal["prefill", "decode"]
 
 def check_runnable(config: ModelConfig) -> ModelConfig:
     """Refuses what the estimates can count and this model code can't run."""
-    if config.is_moe:
-        raise InputError(
-            "model_type",
-            config.model_type,
-            "the mixture-of-experts model isn't built yet; only its costs are known",
-            "Use a dense model.",
-        )
     if config.quantization is not None:
         raise InputError(
             "quantization_config",

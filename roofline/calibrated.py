@@ -43,6 +43,13 @@ def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtyp
     tables = hardware.measured
     if not tables:
         raise InputError("hardware", hardware.id, "has no measured rates", "Run `roofline calibrate` and use `here`.")
+    if config.is_moe:
+        raise InputError(
+            "model_type",
+            config.model_type,
+            "the rates of routed experts aren't calibrated yet",
+            "Use a dense model, or `roofline predict` for the bound.",
+        )
     if dtype not in tables["products"]:
         raise InputError(
             "dtype", dtype, f"was not measured on {hardware.id}", f"Measured: {', '.join(tables['products'])}."

@@ -80,3 +80,12 @@ def test_a_dtype_that_was_not_measured() -> None:
     with pytest.raises(InputError) as raised:
         predict_calibrated(CONFIG, Step.decode(1, 128), chip, "float16")
     assert str(raised.value) == "dtype = 'float16': was not measured on here. Measured: float32."
+
+
+def test_a_mixture_is_not_calibrated_yet() -> None:
+    with pytest.raises(InputError) as raised:
+        predict_calibrated(ModelConfig.from_hf("Qwen3-30B-A3B"), Step.decode(1, 128), box(), "float32")
+    assert str(raised.value) == (
+        "model_type = 'qwen3_moe': the rates of routed experts aren't calibrated yet. "
+        "Use a dense model, or `roofline predict` for the bound."
+    )

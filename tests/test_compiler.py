@@ -11,6 +11,7 @@ import pytest
 
 from qwenjax import ModelConfig
 from qwenjax.known_models import known_model_names
+from qwenjax.moe import block_rows, num_blocks
 from roofline import InputError, Step, count_step
 from roofline.compiler import _dots, count_jaxpr_flops
 from roofline.formulas.flops import step_flops
@@ -71,22 +72,32 @@ def test_a_product_outside_every_op_is_an_error(monkeypatch: pytest.MonkeyPatch)
         count_jaxpr_flops(CONFIGS["Qwen/Qwen3-0.6B"], Step.decode(1, 16))
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "Qwen3-30B-A3B",
-            "model_type = 'qwen3_moe': the mixture-of-experts model isn't built yet; only its costs are known. "
-            "Use a dense model.",
-        ),
-        (
-            "Qwen3-8B-FP8",
-            "quantization_config = 'fp8': quantised weights don't run here; only their costs are known. "
-            "Use the unquantised checkpoint.",
-        ),
-    ],
-)
-def test_models_that_do_not_run_are_refused(name: str, message: str) -> None:
+MOE = [name for name, config in CONFIGS.items() if config.is_moe and config.quantization is None]
+EXPERTS = ("experts_gate_up_proj", "experts_down_proj")
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_a_decode_step_of_a_mixture_runs_the_routed_rows_alone(name: str) -> None:
+    config, step = CONFIGS[name], Step.decode(2, 100)
+    counted = {row.op: row.flops for row in count_step(config, step, attention="dense") if row.flops}
+    assert count_jaxpr_flops(config, step) == counted
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen2-57B-A14B", "Qwen3-235B-A22B"])
+def test_a_prefill_of_a_mixture_runs_the_routed_rows_in_whole_blocks(name: str) -> None:
+    """What the grouped way adds to the routed rows is the filling of blocks, and nothing else differs."""
+    config, step = CONFIGS[f"Qwen/{name}"], Step.prefill(2, 512)
+    counted = {row.op: row.flops for row in count_step(config, step, attention="dense") if row.flops}
+    rows, experts = 2 * 512 * config.num_experts_per_tok, config.num_experts
+    blocked_rows = num_blocks(rows, experts) * block_rows(rows, experts)
+    expected = {op: flops // rows * blocked_rows if op in EXPERTS else flops for op, flops in counted.items()}
+    assert count_jaxpr_flops(config, step) == expected
+
+
+def test_models_that_do_not_run_are_refused() -> None:
     with pytest.raises(InputError) as raised:
-        count_jaxpr_flops(CONFIGS[f"Qwen/{name}"], Step.decode(1, 16))
-    assert str(raised.value) == message
+        count_jaxpr_flops(CONFIGS["Qwen/Qwen3-8B-FP8"], Step.decode(1, 16))
+    assert str(raised.value) == (
+        "quantization_config = 'fp8': quantised weights don't run here; only their costs are known. "
+        "Use the unquantised checkpoint."
+    )
