@@ -35,6 +35,10 @@ def predict_text(record: dict[str, Any]) -> Iterator[str | Table]:
         f"{record['dtype']} weights, {record['kv_dtype']} cache; at {quantity(device.flops_per_s, 'FLOP/s')} and "
         f"{quantity(device.bandwidth_bytes_per_s, 'B/s')} a device, {record['tp'] * record['ep']} of them."
     )
+    yield (
+        "Fits: weights and the batch's whole KV cache are within the memory that the device reports; an engine needs "
+        "more beside them, see `roofline memory`."
+    )
     yield _table(record)
 
 
