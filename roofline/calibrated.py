@@ -34,6 +34,17 @@ class CalibratedOp:
     time_s: float
 
 
+def check_comparable(config: ModelConfig) -> None:
+    """Refuses models whose ops a calibration doesn't measure."""
+    if config.is_moe:
+        raise InputError(
+            "model_type",
+            config.model_type,
+            "the rates of routed experts aren't calibrated yet",
+            "Use a dense model, or `roofline predict` for the bound.",
+        )
+
+
 def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtype: str) -> tuple[CalibratedOp, ...]:
     """Expected time of each op of one step on a calibrated device, and of the host's dispatch, seconds.
 
@@ -43,13 +54,7 @@ def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtyp
     tables = hardware.measured
     if not tables:
         raise InputError("hardware", hardware.id, "has no measured rates", "Run `roofline calibrate` and use `here`.")
-    if config.is_moe:
-        raise InputError(
-            "model_type",
-            config.model_type,
-            "the rates of routed experts aren't calibrated yet",
-            "Use a dense model, or `roofline predict` for the bound.",
-        )
+    check_comparable(config)
     if dtype not in tables["products"]:
         raise InputError(
             "dtype", dtype, f"was not measured on {hardware.id}", f"Measured: {', '.join(tables['products'])}."

@@ -11,6 +11,7 @@ import typer
 from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
+from roofline.calibrated import check_comparable
 from roofline.cli_options import JsonOption, batch_sizes, maybe_whole_number
 from roofline.hardware import Hardware, calibration_path, load_hardware, write_hardware
 from roofline.progress import shown
@@ -75,8 +76,13 @@ def compare(
     if plot is not None:
         _check_plot(plot)
     say_notes(note for note in config.notes if note.kind == "warning")
-    chip = _calibration(hardware, recalibrate)
     from roofline.compare import compare as run
+    from roofline.compare import default_steps
+
+    # What can't be run is refused before minutes of calibration.
+    check_comparable(config)
+    default_steps(config if cut is None else config.with_layers(cut), sizes, lengths)
+    chip = _calibration(hardware, recalibrate)
 
     with shown("compare") as progress:
         result = run(

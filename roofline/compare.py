@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, check_step
 from qwenjax.errors import InputError
-from roofline.calibrated import predict_calibrated
+from roofline.calibrated import check_comparable, predict_calibrated
 from roofline.count import count_kv_bytes_per_token, count_weight_bytes
 from roofline.hardware import Hardware
 from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
@@ -103,6 +103,7 @@ def compare(
     from qwenjax.model import check_runnable
 
     check_runnable(config)
+    check_comparable(config)
     dtype = str(hardware.measured.get("dtype", "float32")) if dtype is None else dtype
     steps = default_steps(config, batches, prompts)
     predict_calibrated(config, steps[0], hardware, dtype)  # refuses what wasn't measured before memory is spent
