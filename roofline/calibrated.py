@@ -55,10 +55,8 @@ def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtyp
     if not tables:
         raise InputError("hardware", hardware.id, "has no measured rates", "Run `roofline calibrate` and use `here`.")
     check_comparable(config)
-    if dtype not in tables["products"]:
-        raise InputError(
-            "dtype", dtype, f"was not measured on {hardware.id}", f"Measured: {', '.join(tables['products'])}."
-        )
+    if dtype != tables["dtype"]:  # attention and elementwise ops are measured in one dtype
+        raise InputError("dtype", dtype, f"was not measured on {hardware.id}", f"Measured: {tables['dtype']}.")
     rows = {row.op: row for row in count_step(config, step, dtype=dtype, kv_dtype=dtype, attention="dense")}
     timed = [CalibratedOp(op.name, _op_time(op, rows[op.name], config, step, tables, dtype)) for op in ops_of(config)]
     return (*timed, CalibratedOp("dispatch", float(tables["dispatch_s"])))
