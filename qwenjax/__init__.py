@@ -11,6 +11,8 @@ from qwenjax.errors import InputError
 
 if TYPE_CHECKING:
     from qwenjax.cache import KVCache, init_cache
+    from qwenjax.checkpoint.loading import load
+    from qwenjax.checkpoint.saving import save
     from qwenjax.model import Decoder, decode_step, forward, prefill
     from qwenjax.weights import init_params, param_shapes
 
@@ -21,8 +23,10 @@ _LAZY = {
     "forward": "model",
     "init_cache": "cache",
     "init_params": "weights",
+    "load": "checkpoint.loading",
     "param_shapes": "weights",
     "prefill": "model",
+    "save": "checkpoint.saving",
 }
 
 __all__ = [
@@ -34,8 +38,10 @@ __all__ = [
     "forward",
     "init_cache",
     "init_params",
+    "load",
     "param_shapes",
     "prefill",
+    "save",
 ]
 
 
