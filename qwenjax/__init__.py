@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from qwenjax.cache import KVCache, init_cache
     from qwenjax.checkpoint.loading import load
     from qwenjax.checkpoint.saving import save
-    from qwenjax.model import Decoder, decode_step, forward, prefill
+    from qwenjax.generation import generate
+    from qwenjax.model import Decoder, decode_step, extend, forward, prefill
     from qwenjax.weights import init_params, param_shapes
 
 _LAZY = {
     "Decoder": "model",
     "KVCache": "cache",
     "decode_step": "model",
+    "extend": "model",
     "forward": "model",
+    "generate": "generation",
     "init_cache": "cache",
     "init_params": "weights",
     "load": "checkpoint.loading",
@@ -35,7 +38,9 @@ __all__ = [
     "KVCache",
     "ModelConfig",
     "decode_step",
+    "extend",
     "forward",
+    "generate",
     "init_cache",
     "init_params",
     "load",

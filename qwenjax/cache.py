@@ -46,14 +46,18 @@ def cache_shapes(config: ModelConfig, batch: int, capacity: int, dtype: str = "b
 
 
 def append(cached_BKSH: Array, new_BTKH: Array, lengths_B: Array) -> Array:
-    """Writes each row's one new vector (T is 1) after its last; a full row stays as it is.
+    """Writes each row's T new vectors after its last; what has no place in a full row is dropped.
 
     Indexed by row and head: with one index a row, XLA turns a batch of one into a slice update that it duplicates into
     every reader, copying the whole cache four times a step (seen on CPU, JAX 0.10).
     """
     batch, heads = cached_BKSH.shape[:2]
     rows, columns = jnp.arange(batch)[:, None], jnp.arange(heads)[None, :]
-    return cached_BKSH.at[rows, columns, lengths_B[:, None]].set(new_BTKH[:, 0], mode="drop", unique_indices=True)
+    if new_BTKH.shape[1] == 1:
+        return cached_BKSH.at[rows, columns, lengths_B[:, None]].set(new_BTKH[:, 0], mode="drop", unique_indices=True)
+    places_BT = lengths_B[:, None] + jnp.arange(new_BTKH.shape[1])
+    rows, columns, places = rows[..., None], columns[..., None], places_BT[:, None, :]
+    return cached_BKSH.at[rows, columns, places].set(new_BTKH.swapaxes(1, 2), mode="drop", unique_indices=True)
 
 
 def fill(cached_BKSH: Array, new_BKTH: Array) -> Array:

@@ -93,7 +93,7 @@ class Block(nnx.Module):
     ) -> tuple[Array, Array, KeyValue]:
         """Keys and values to attend, [B, K, S, H], and what to keep.
 
-        A prompt starts at position 0 and attends itself, so only a decode step (with lengths) reads the cache.
+        A prompt starts at position 0 and attends itself; only what follows it (with lengths) reads the cache.
         """
         if cached is not None and lengths_B is not None:
             with jax.named_scope("cache"):
@@ -229,6 +229,23 @@ def prefill_impl(
     return logits_BUV[:, 0], KVCache(keys, values, lengths_B.astype(jnp.int32))
 
 
+def extend_impl(
+    config: ModelConfig, params: Params, tokens_BT: Array, counts_B: Array, cache: KVCache
+) -> tuple[Array, KVCache]:
+    """Runs `counts` more tokens of each row, right-padded to T, after what the cache holds: last logits [B, V], cache.
+
+    A row may add none; its logits mean nothing then. Pieces of a prompt one after the other equal the whole prefill.
+    """
+    positions_BT = cache.lengths[:, None] + jnp.arange(tokens_BT.shape[1])
+    key_positions_S = jnp.arange(cache.capacity)
+    x_BTD, kept = _hidden(config, params, tokens_BT, positions_BT, key_positions_S, cache, cache.lengths)
+    with jax.named_scope("final_norm"):
+        last_BUD = jnp.take_along_axis(x_BTD, jnp.maximum(counts_B - 1, 0)[:, None, None], axis=1)
+    logits_BUV = _unembed(config, params, last_BUD)
+    keys, values = zip(*kept, strict=True)
+    return logits_BUV[:, 0], KVCache(keys, values, cache.lengths + counts_B.astype(jnp.int32))
+
+
 def decode_step_impl(config: ModelConfig, params: Params, tokens_B: Array, cache: KVCache) -> tuple[Array, KVCache]:
     """Runs one token of each row at its own position: logits [B, V], and the cache one longer."""
     key_positions_S = jnp.arange(cache.capacity)
@@ -242,6 +259,7 @@ def decode_step_impl(config: ModelConfig, params: Params, tokens_B: Array, cache
 
 forward = jax.jit(forward_impl, static_argnums=0)
 prefill = jax.jit(prefill_impl, static_argnums=0, donate_argnames="cache")
+extend = jax.jit(extend_impl, static_argnums=0, donate_argnames="cache")
 decode_step = jax.jit(decode_step_impl, static_argnums=0, donate_argnames="cache")
 
 Phase = Literal["prefill", "decode"]

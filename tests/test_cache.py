@@ -117,6 +117,16 @@ def test_append_writes_after_each_rows_last_and_leaves_a_full_row() -> None:
     np.testing.assert_array_equal(append(cached_BKSH, new_BTKH, jnp.array([1, 3, 4])), expected)
 
 
+def test_append_writes_several_and_drops_what_has_no_place() -> None:
+    cached_BKSH = jnp.asarray(tiny.uniform("cached", (3, 2, 6, 4)))
+    new_BTKH = jnp.asarray(tiny.uniform("new", (3, 3, 2, 4)))
+    expected = np.array(cached_BKSH)
+    for row, length in enumerate((0, 2, 5)):
+        for t in range(min(3, 6 - length)):
+            expected[row, :, length + t] = new_BTKH[row, t]
+    np.testing.assert_array_equal(append(cached_BKSH, new_BTKH, jnp.array([0, 2, 5])), expected)
+
+
 def test_fill_writes_from_position_zero() -> None:
     cached_BKSH, new_BKTH = jnp.full((2, 3, 5, 4), 7.0), jnp.asarray(tiny.uniform("prompt", (2, 3, 2, 4)))
     result = fill(cached_BKSH, new_BKTH)

@@ -21,7 +21,7 @@ PLAIN = {
     "qwenjax.sharding",
 }  # fmt: skip
 # The chain that none may import backwards: a module may only import those of its own rank or before.
-CHAIN = ("config", "dims", "ops", "sharding", "layers", "model", "generate", "cli")
+CHAIN = ("config", "dims", "ops", "sharding", "layers", "model", "generation", "cli")
 # The files of roofline that may import JAX, inside functions. The others never do.
 MEASURE = {"compiler", "gpu_compile", "trace", "measure", "calibrate", "compare"}
 HEAVY = ("jax", "jaxlib", "flax", "numpy", "matplotlib", "optax", "torch", "transformers", "safetensors", "tokenizers")
