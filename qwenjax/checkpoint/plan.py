@@ -182,9 +182,9 @@ def _hint(config: ModelConfig, names: _Names, faults: _Faults) -> str:
     """What to do about it, from what most likely happened."""
     layers = {int(match[1]) for bare in names.full if (match := re.match(r"layers\.(\d+)\.", bare))}
     if faults.keys("missing") == [HEAD_KEY] and len(faults.lines) == 1:
-        stated = any(note.field == "tie_word_embeddings" for note in config.notes)
-        says = "doesn't say tie_word_embeddings, which then is false" if stated else "says tie_word_embeddings false"
-        return f"config.json {says}. If the head is the embedding, write true; otherwise download the missing file."
+        silent = any(note.field == "tie_word_embeddings" for note in config.notes)
+        says = "doesn't state tie_word_embeddings, which then is" if silent else "says tie_word_embeddings"
+        return f"config.json {says} false: write true if the embedding is the head, or add the file that holds it."
     if layers and len(layers) != config.num_hidden_layers:
         here = f"num_hidden_layers {config.num_hidden_layers}, and the files hold {len(layers)} layers"
         return f"config.json says {here}: use the config.json of these weights."

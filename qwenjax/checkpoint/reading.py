@@ -42,12 +42,15 @@ def fill(target: Array, source: Source) -> None:
 
 
 def equal(one: Source, other: Source) -> bool:
-    """Whether two plain tensors of one shape hold the same values."""
+    """Whether two matrices of one shape hold the same values."""
     read_one, read_other = _reader(one), _reader(other)
-    count = prod(one.stored.shape)
-    pieces = ((start, min(PIECE, count - start)) for start in range(0, count, PIECE))
+    rows, columns = one.stored.shape
+    step = max(1, PIECE // columns)
+    pieces = ((row * columns, min(step, rows - row) * columns) for row in range(0, rows, step))
     return all(
-        np.array_equal(read_one(*piece).astype(np.float32), read_other(*piece).astype(np.float32), equal_nan=True)
+        np.array_equal(
+            read_one(*piece).astype(np.float32).ravel(), read_other(*piece).astype(np.float32).ravel(), equal_nan=True
+        )
         for piece in pieces
     )
 

@@ -91,17 +91,16 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_start(path: Path, start: bytes, length: int, total: int) -> None:
+    if total < 8:
+        raise InputError(str(path), None, f"has {total} bytes, too few for a safetensors file", _AGAIN)
+    if length <= min(total - 8, LONGEST_HEADER):
+        return
     for magic, problem, remedy in _OTHER_FORMATS:
         if start.startswith(magic):
             raise InputError(str(path), None, problem, remedy)
-    if total < 8:
-        problem = f"has {total} bytes, too few for a safetensors file"
-        raise InputError(str(path), None, problem, _AGAIN)
-    if length > total - 8 or length > LONGEST_HEADER:
-        problem = f"says that its header has {length} bytes, but the file has {total}"
-        if length <= total - 8:
-            problem = f"says that its header has {length} bytes, more than safetensors allows ({LONGEST_HEADER})"
-        raise InputError(str(path), None, f"{problem}: it is cut short or isn't safetensors", _AGAIN)
+    limit = f"the file has {total}" if length > total - 8 else f"safetensors allows {LONGEST_HEADER}"
+    problem = f"says that its header has {length} bytes, but {limit}: it is cut short or isn't safetensors"
+    raise InputError(str(path), None, problem, _AGAIN)
 
 
 def _parse(path: Path, text: bytes) -> Mapping[str, Any]:
