@@ -8,35 +8,37 @@ as a dense product over all experts on CPU and NVIDIA.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
 from qwenjax.layers import contract, swiglu
+from qwenjax.moe_blocks import Way, block_rows, choose_way, num_blocks
 
 Array = jax.Array
-Way = Literal["dense", "gathered", "grouped"]
 
 
 def route(x_BTD: Array, router_ED: Array, experts_per_token: int, renormalise: bool) -> tuple[Array, Array]:
-    """Weights and indices of each token's experts, both [B, T, A].
+    """Weights and indices of each token's experts, both [B, T, A]."""
+    return choose_experts(router_logits(x_BTD, router_ED), experts_per_token, renormalise)
+
+
+def router_logits(x_BTD: Array, router_ED: Array) -> Array:
+    """Each token's score of each expert, [B, T, E], in the model's dtype."""
+    with jax.named_scope("router"):
+        return contract("router", x_BTD, router_ED)
+
+
+def choose_experts(logits_BTE: Array, experts_per_token: int, renormalise: bool) -> tuple[Array, Array]:
+    """Weights and indices of the experts with the largest scores, both [B, T, A].
 
     Softmax over all experts in float32, then the largest; they sum to less than 1 unless renormalised. Cast last.
     """
-    with jax.named_scope("router"):
-        logits_BTE = contract("router", x_BTD, router_ED)
     with jax.named_scope("top_k"):
         probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
         weights_BTA, chosen_BTA = jax.lax.top_k(probs_BTE, experts_per_token)
         if renormalise:
             weights_BTA = weights_BTA / weights_BTA.sum(axis=-1, keepdims=True)
-        return weights_BTA.astype(x_BTD.dtype), chosen_BTA
-
-
-def choose_way(num_tokens: int, experts_per_token: int, num_experts: int) -> Way:
-    """Gathered while the tokens' experts, counted with repeats, are at most half of all; grouped beyond."""
-    return "gathered" if 2 * num_tokens * experts_per_token <= num_experts else "grouped"
+        return weights_BTA.astype(logits_BTE.dtype), chosen_BTA
 
 
 def run_experts(
@@ -81,17 +83,6 @@ def _gathered(x_ND: Array, chosen_NA: Array, gate_up_ECFD: Array, down_EDF: Arra
             down_EDF[chosen_R], hidden_RF, (((2,), (1,)), ((0,), (0,))), precision=_precision(x_ND)
         )
     return out_RD.reshape(tokens, per_token, hidden)
-
-
-def block_rows(num_rows: int, num_experts: int) -> int:
-    """Rows of a block in the grouped way: about an expert's average, a power of two from 8 to 64."""
-    average = max(1, num_rows // num_experts)
-    return int(min(64, max(8, 1 << (average - 1).bit_length())))
-
-
-def num_blocks(num_rows: int, num_experts: int) -> int:
-    """Blocks that any routing of so many rows fits in: whole ones, and a started one for each expert."""
-    return num_rows // block_rows(num_rows, num_experts) + min(num_experts, num_rows)
 
 
 def _grouped(x_ND: Array, chosen_NA: Array, gate_up_ECFD: Array, down_EDF: Array) -> Array:

@@ -26,6 +26,8 @@ _HEAD_DIM = 128
 _CONTEXTS = (128, 512, 2048)
 _HEADS = (8, 64)  # KV heads of a whole batch
 _GROUPS = (1, 2, 4, 8)  # query heads of one KV head
+_EXPERTS, _PER_TOKEN, _EXPERT_SHAPE = 32, 4, (1024, 2048)  # a stack of 805 MB in float32: more than a cache holds
+_EXPERT_TOKENS = (1, 4, 64, 128, 256, 1024)  # a few that gather their experts, then one for each size of block
 
 
 def calibrate(progress: Progress = silent) -> Hardware:
@@ -55,12 +57,15 @@ def calibrate(progress: Progress = silent) -> Hardware:
     decodes = [(heads, context, group, 1) for heads in _HEADS for context in _CONTEXTS for group in _GROUPS]
     prefills = [(_HEADS[0], context, 2, context) for context in _CONTEXTS]
     attention = [_attention(dtypes[0], *shape) for shape in (*decodes, *prefills)]
-    progress("elementwise ops and launches", 0.95)
+    progress("routed experts", 0.92)
+    experts = [_experts(dtypes[0], tokens) for tokens in _EXPERT_TOKENS]
+    progress("elementwise ops and launches", 0.97)
     measured = {
         "environment": {key: value for key, value in environment().items() if value is not None},
         "dtype": dtypes[0],
         "products": products,
         "attention": attention,
+        "experts": experts,
         "elementwise": _elementwise(dtypes[0]),
         "launch_s": _launch_s(),
         "dispatch_s": _dispatch_s(),
@@ -189,6 +194,39 @@ def _attention(dtype: str, heads: int, context: int, group: int, tokens: int) ->
     samples = measure_call(lambda: chain(start, keys, values), budget_s=0.4, least=5)
     rate = each_flops * len(keys) / samples.median_s
     return {"heads": heads, "context": context, "group": group, "tokens": tokens, "flops_per_s": rate}
+
+
+def _experts(dtype: str, tokens: int) -> dict[str, Any]:
+    """FLOP/s of the rows that the model's own routed experts run, all between router and sum included."""
+    import jax
+    import jax.numpy as jnp
+
+    from qwenjax.moe import run_experts
+    from qwenjax.moe_blocks import block_rows, choose_way
+
+    width, hidden = _EXPERT_SHAPE
+    stacks = jnp.full((_EXPERTS, 2, width, hidden), 0.01, dtype), jnp.full((_EXPERTS, hidden, width), 0.01, dtype)
+    ranks = jnp.argsort(jax.random.uniform(jax.random.key(0), (1, tokens, _EXPERTS)), axis=-1)
+    chosen = ranks[..., :_PER_TOKEN]
+    weights = jnp.full(chosen.shape, 1 / _PER_TOKEN, dtype)
+    x = jnp.ones((1, tokens, hidden), dtype)
+    layers = 8 if tokens <= 4 else 2
+
+    def chain(x: Array, gate_up: Array, down: Array) -> Array:
+        for layer in range(layers):
+            # Other experts each time, as every layer has its own, and none known before the last layer is done.
+            shift = layer * _PER_TOKEN + jnp.isnan(x[0, 0, 0])
+            y = run_experts(x, weights, (chosen + shift) % _EXPERTS, gate_up, down)
+            x = x + y * jnp.asarray(1e-9, dtype)
+        return x
+
+    seconds = _timed(chain, (x, *stacks)).median_s / layers
+    rows, block = tokens * _PER_TOKEN, 1
+    if choose_way(tokens, _PER_TOKEN, _EXPERTS) == "grouped":
+        block = block_rows(rows, _EXPERTS)
+        counts = jnp.bincount(chosen.reshape(-1), length=_EXPERTS)
+        rows = int((-(-counts // block)).sum()) * block
+    return {"block": block, "rows": rows, "flops_per_s": 6.0 * rows * width * hidden / seconds}
 
 
 def _elementwise(dtype: str) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, dims, size
 from qwenjax.errors import InputError
+from qwenjax.moe_blocks import block_rows, choose_way
 from qwenjax.ops import Op, as_product, layers_of, ops_of
 from roofline.count import CountRow, count_step
 from roofline.hardware import Hardware
@@ -22,9 +23,12 @@ _ELEMENTWISE = {
     "qk_norm": "norm",
     "rope": "rope",
     "swiglu": "swiglu",
+    "shared_swiglu": "swiglu",
     "attention_residual": "residual",
     "mlp_residual": "residual",
 }
+# Measured together with the products beside them.
+_INCLUDED = ("softmax", "top_k", "experts_swiglu", "combine")
 Entry = Mapping[str, Any]
 
 
@@ -32,17 +36,6 @@ Entry = Mapping[str, Any]
 class CalibratedOp:
     op: str
     time_s: float
-
-
-def check_comparable(config: ModelConfig) -> None:
-    """Refuses models whose ops a calibration doesn't measure."""
-    if config.is_moe:
-        raise InputError(
-            "model_type",
-            config.model_type,
-            "the rates of routed experts aren't calibrated yet",
-            "Use a dense model, or `roofline predict` for the bound.",
-        )
 
 
 def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtype: str) -> tuple[CalibratedOp, ...]:
@@ -54,7 +47,6 @@ def predict_calibrated(config: ModelConfig, step: Step, hardware: Hardware, dtyp
     tables = hardware.measured
     if not tables:
         raise InputError("hardware", hardware.id, "has no measured rates", "Run `roofline calibrate` and use `here`.")
-    check_comparable(config)
     if dtype != tables["dtype"]:  # attention and elementwise ops are measured in one dtype
         raise InputError("dtype", dtype, f"was not measured on {hardware.id}", f"Measured: {tables['dtype']}.")
     rows = {row.op: row for row in count_step(config, step, dtype=dtype, kv_dtype=dtype, attention="dense")}
@@ -73,7 +65,10 @@ def _op_time(op: Op, row: CountRow, config: ModelConfig, step: Step, tables: Map
         return float(row.flops) / _product_rate(tables["products"][dtype], rows, columns, summands)
     if op.kind == "attention":
         return float(row.flops) / _attention_rate(tables["attention"], dims(config, step))
-    if op.name == "softmax":  # measured together with the two products beside it
+    if op.kind == "grouped":
+        share = float(row.flops) / layers / _routed_flops(config, step)  # gate and up two thirds, down one
+        return layers * share * _experts_s(tables["experts"], config, step)
+    if op.name in _INCLUDED:
         return 0.0
     launches = layers * float(tables["launch_s"])
     rate = tables["elementwise"].get(_ELEMENTWISE.get(op.name, ""))
@@ -93,6 +88,37 @@ def _product_rate(entries: Sequence[Entry], rows: float, columns: float, summand
         total += weight * math.log(_interpolate(curve, rows))
         weight_sum += weight
     return math.exp(total / weight_sum)
+
+
+def _routed_flops(config: ModelConfig, step: Step) -> float:
+    """FLOPs of the routed rows of one layer."""
+    return float(6 * size("BTADF", dims(config, step, "experts")))
+
+
+def _experts_s(entries: Sequence[Entry], config: ModelConfig, step: Step) -> float:
+    """Seconds of one layer's routed experts: the rows that run, in whole blocks, at the rate of their kind of block."""
+    sizes = dims(config, step, "experts")
+    tokens, per_token, experts = int(sizes["B"] * sizes["T"]), int(sizes["A"]), int(sizes["E"])
+    rows, block = float(tokens * per_token), 1
+    if choose_way(tokens, per_token, experts) == "grouped":
+        block = block_rows(tokens * per_token, experts)
+        rows = block * experts * expected_blocks(tokens, per_token / experts, block)
+    curve = [(entry["rows"], entry["flops_per_s"]) for entry in entries if (entry["block"] == 1) == (block == 1)]
+    blocks = [(entry["block"], entry["flops_per_s"]) for entry in entries if entry["block"] > 1]
+    rate = _interpolate(curve, rows) if block == 1 else _interpolate(blocks, block)
+    return 6 * rows * float(size("DF", sizes)) / rate
+
+
+def expected_blocks(tokens: int, chance: float, block: int) -> float:
+    """Mean of the blocks that one expert's rows start, when each token picks it with this chance (binomial)."""
+    if chance >= 1:
+        return float(-(-tokens // block))
+    total = 0.0
+    for count in range(1, tokens + 1):
+        log_ways = math.lgamma(tokens + 1) - math.lgamma(count + 1) - math.lgamma(tokens - count + 1)
+        log_chance = log_ways + count * math.log(chance) + (tokens - count) * math.log1p(-chance)
+        total += math.exp(log_chance) * -(-count // block)
+    return total
 
 
 def _attention_rate(entries: Sequence[Entry], sizes: Mapping[str, Any]) -> float:

@@ -11,7 +11,6 @@ import typer
 from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
-from roofline.calibrated import check_comparable
 from roofline.cli_options import JsonOption, batch_sizes, maybe_whole_number
 from roofline.hardware import Hardware, calibration_path, load_hardware, write_hardware
 from roofline.progress import shown
@@ -80,7 +79,6 @@ def compare(
     from roofline.compare import default_steps
 
     # What can't be run is refused before minutes of calibration.
-    check_comparable(config)
     default_steps(config if cut is None else config.with_layers(cut), sizes, lengths)
     chip = _calibration(hardware, recalibrate)
 

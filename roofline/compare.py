@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, check_step
 from qwenjax.errors import InputError
-from roofline.calibrated import check_comparable, predict_calibrated
+from roofline.calibrated import predict_calibrated
 from roofline.count import count_kv_bytes_per_token, count_weight_bytes
 from roofline.hardware import Hardware
 from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
@@ -29,6 +29,16 @@ GROUPS = {
     "values": "attention",
     "gate_up_proj": "MLP",
     "down_proj": "MLP",
+    "router": "experts",
+    "top_k": "experts",
+    "experts_gate_up_proj": "experts",
+    "experts_swiglu": "experts",
+    "experts_down_proj": "experts",
+    "combine": "experts",
+    "shared_gate_up_proj": "shared expert",
+    "shared_swiglu": "shared expert",
+    "shared_down_proj": "shared expert",
+    "shared_expert_gate": "shared expert",
     "unembed": "output head",
 }
 OTHER_GROUP = "norms, RoPE, residuals"
@@ -103,7 +113,6 @@ def compare(
     from qwenjax.model import check_runnable
 
     check_runnable(config)
-    check_comparable(config)
     dtype = str(hardware.measured.get("dtype", "float32")) if dtype is None else dtype
     steps = default_steps(config, batches, prompts)
     predict_calibrated(config, steps[0], hardware, dtype)  # refuses what wasn't measured before memory is spent
@@ -194,6 +203,7 @@ def _split(
             predicted.get(group, 0.0),
         )
         for group in dict.fromkeys((*GROUPS.values(), OTHER_GROUP))
+        if group in shares or group in predicted
     ]
 
 

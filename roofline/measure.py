@@ -107,8 +107,9 @@ def _filled(shape: tuple[int, ...], dtype: str) -> Array:
 
     def make() -> Array:
         number = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-        mixed = (number * jnp.uint32(2654435769)) >> 8
-        centred: Array = mixed.astype(jnp.float32) * 2**-24 - 0.5
+        mixed = number * jnp.uint32(2654435769)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(2246822519)  # so that rows are unlike: a router must spread tokens
+        centred: Array = ((mixed ^ (mixed >> 13)) >> 8).astype(jnp.float32) * 2**-24 - 0.5
         return (centred * 0.07).astype(jnp.dtype(dtype))  # the spread of a normal with 0.02
 
     filled: Array = jax.jit(make)()

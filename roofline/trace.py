@@ -20,6 +20,7 @@ _LEAF = re.compile(r"\[\\?'(\w+)\\?'\]")  # the text escapes the quotes of param
 _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _SCOPES = {op.name: op.name for op in OPS} | {"cache": "rope"}  # the inventory writes the cache in the rope row
+_GROUPED = frozenset(op.name for op in OPS if op.kind == "grouped")
 # Which product reads a weight; the embedding is one only as a tied output head.
 _READERS = {leaf: op.name for op in OPS if op.kind in ("matmul", "grouped") for leaf in op.leaves} | {
     "embed_tokens": "unembed"
@@ -75,6 +76,8 @@ def instruction_ops(hlo_text: str) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for body in computations.values():
         for name, instruction in body.items():
+            if instruction.opcode in ("while", "conditional", "call"):
+                continue  # their time is that of the instructions inside
             fused = computations.get(instruction.calls, {})
             found[name] = _op_of(instruction, body, fused, found)
     return found
@@ -96,6 +99,9 @@ def _op_of(
     if instruction.scope or inner:
         return instruction.scope or inner[-1]  # the last makes the fusion's result
     before = [found[operand] for operand in instruction.operands if found.get(operand, OTHER) != OTHER]
+    gathered = next((op for op in before if op in _GROUPED), "")
+    if multiplies and gathered:  # on weights taken out of the stack
+        return gathered
     if multiplies:  # attention's two products read no weight
         return "values" if "softmax" in before or "values" in before else "scores"
     return before[0] if before else OTHER

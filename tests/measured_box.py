@@ -40,6 +40,10 @@ def box(
                 for context in (128, 2048)
                 for tokens in (1, context)
             ],
+            "experts": [
+                {"block": block, "rows": rows, "flops_per_s": flops_per_s}
+                for block, rows in ((1, 4), (1, 16), (8, 256), (64, 4096))
+            ],
             "elementwise": dict.fromkeys(("norm", "rope", "swiglu", "residual"), bytes_per_s),
             "launch_s": launch_s,
             "dispatch_s": dispatch_s,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measured_box import box
 
 from qwenjax import ModelConfig
+from qwenjax.moe_blocks import block_rows
 from roofline import Hardware, InputError, Step, count_step
-from roofline.calibrated import _attention_rate, _interpolate, _product_rate, predict_calibrated
+from roofline.calibrated import _attention_rate, _interpolate, _product_rate, expected_blocks, predict_calibrated
 
 CONFIG = ModelConfig.from_hf("Qwen3-0.6B")
 
@@ -82,10 +85,30 @@ def test_a_dtype_that_was_not_measured() -> None:
     assert str(raised.value) == "dtype = 'float16': was not measured on here. Measured: float32."
 
 
-def test_a_mixture_is_not_calibrated_yet() -> None:
-    with pytest.raises(InputError) as raised:
-        predict_calibrated(ModelConfig.from_hf("Qwen3-30B-A3B"), Step.decode(1, 128), box(), "float32")
-    assert str(raised.value) == (
-        "model_type = 'qwen3_moe': the rates of routed experts aren't calibrated yet. "
-        "Use a dense model, or `roofline predict` for the bound."
-    )
+@pytest.mark.parametrize(("tokens", "block"), [(1, 5), (40, 3), (1000, 64), (7, 1)])
+def test_expected_blocks_is_the_mean_over_routings(tokens: int, block: int) -> None:
+    chance = 0.125
+    ways = [math.comb(tokens, n) * chance**n * (1 - chance) ** (tokens - n) for n in range(tokens + 1)]
+    mean = math.fsum(p * -(-n // block) for n, p in enumerate(ways))
+    assert expected_blocks(tokens, chance, block) == pytest.approx(mean)
+    assert expected_blocks(tokens, 1.0, block) == -(-tokens // block)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen2-57B-A14B"])
+@pytest.mark.parametrize("step", [Step.decode(1, 128), Step.prefill(2, 256)])
+def test_experts_run_their_rows_in_whole_blocks(name: str, step: Step) -> None:
+    config, chip = ModelConfig.from_hf(name), box(flops_per_s=1e11)
+    parts = {op.op: op.time_s for op in predict_calibrated(config, step, chip, "float32")}
+    rows = {row.op: row for row in count_step(config, step, dtype="float32", attention="dense")}
+    routed = rows["experts_gate_up_proj"].flops + rows["experts_down_proj"].flops
+    time = parts["experts_gate_up_proj"] + parts["experts_down_proj"]
+    assert parts["experts_gate_up_proj"] == pytest.approx(2 * parts["experts_down_proj"])
+    assert parts["top_k"] == parts["experts_swiglu"] == parts["combine"] == 0
+    if step.phase == "decode":  # gathered: the routed rows alone
+        assert time == pytest.approx(routed / 1e11)
+    else:
+        tokens, per_token, experts = 512, config.num_experts_per_tok, config.num_experts
+        block = block_rows(tokens * per_token, experts)
+        filled = block * experts * expected_blocks(tokens, per_token / experts, block) / (tokens * per_token)
+        assert 1 < filled < 2
+        assert time == pytest.approx(routed * filled / 1e11)

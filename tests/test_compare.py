@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -75,10 +76,29 @@ def test_rows_hold_what_the_parts_say() -> None:
     assert result.environment["jax"] == environment()["jax"]
     for phase in ("prefill", "decode"):
         parts = [part for part in result.ops if part.phase == phase]
-        assert [part.op for part in parts] == list(dict.fromkeys((*GROUPS.values(), OTHER_GROUP)))
+        dense = [group for group in dict.fromkeys(GROUPS.values()) if "expert" not in group]
+        assert [part.op for part in parts] == [*dense, OTHER_GROUP]
         row = next(row for row in result.rows if (row.phase, row.batch, row.context) == (phase, 1, 32))
         assert sum(part.measured_s for part in parts) == pytest.approx(row.measured_s)
         assert sum(part.predicted_s for part in parts) == pytest.approx(row.predicted_s)
+
+
+def test_a_mixture_of_experts_is_compared_too() -> None:
+    mixture = dataclasses.replace(
+        TINY,
+        model_type="qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        mlp_only_layers=(1,),
+    )
+    result = compare(mixture, box(), batches=(1,), prompts=(32,), budget_s=0.0)
+    groups = {part.op for part in result.ops if part.phase == "prefill"}
+    assert {"experts", "MLP", "attention projections"} <= groups
+    for phase in ("prefill", "decode"):
+        shares = [part.measured_s for part in result.ops if part.phase == phase and part.op == "experts"]
+        assert len(shares) == 1
+        assert shares[0] > 0
 
 
 def test_the_depth_is_cut_when_asked_and_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +200,8 @@ def test_calibrate_measures_and_keeps(monkeypatch: pytest.MonkeyPatch, tmp_path:
         "_CONTEXTS": (32,),
         "_GROUPS": (1, 2),
         "_HEADS": (2, 4),
+        "_EXPERT_SHAPE": (24, 16),
+        "_EXPERT_TOKENS": (1, 64),
         "_ROTATING_BYTES": 2**16,
         "_CALL_FLOPS": {"cpu": 1e6, "gpu": 1e6},
     }

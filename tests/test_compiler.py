@@ -11,7 +11,7 @@ import pytest
 
 from qwenjax import ModelConfig
 from qwenjax.known_models import known_model_names
-from qwenjax.moe import block_rows, num_blocks
+from qwenjax.moe_blocks import block_rows, num_blocks
 from roofline import InputError, Step, count_step
 from roofline.compiler import _dots, count_jaxpr_flops
 from roofline.formulas.flops import step_flops
