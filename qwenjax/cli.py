@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from qwenjax.cli_init import init
 from qwenjax.command_line import print_version, run, show
 from qwenjax.config import ModelConfig
 from qwenjax.inspection import inspection_record, inspection_text
@@ -47,6 +48,7 @@ def inspect(
 
 
 app.command()(inspect)
+app.command()(init)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:

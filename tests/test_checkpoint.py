@@ -267,7 +267,10 @@ def test_a_folder_with_files_is_refused_unless_told(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     with pytest.raises(InputError) as caught:
         qwenjax.save(config, params, target)
-    assert str(caught.value) == f"{target}: already holds files. Name a new folder, or allow to overwrite it."
+    assert (
+        str(caught.value)
+        == f"{target}: already holds files. Name a new folder, or overwrite it (overwrite=True, --overwrite)."
+    )
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
     halved = jax.tree.map(lambda leaf: leaf / 2, params)
     qwenjax.save(config, halved, target, overwrite=True)

@@ -74,7 +74,8 @@ def check_target(folder: Path, overwrite: bool = False) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(str(folder), None, "is a file, not a folder", "Name a new folder.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise InputError(str(folder), None, "already holds files", "Name a new folder, or allow to overwrite it.")
+        remedy = "Name a new folder, or overwrite it (overwrite=True, --overwrite)."
+        raise InputError(str(folder), None, "already holds files", remedy)
 
 
 def check_space(folder: Path, needed_bytes: int) -> None:
