@@ -6,8 +6,9 @@ kind share one traced function, so tracing and lowering take as long as one laye
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from qwenjax.cache import KVCache, append, cache_shapes, fill
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.layers import apply_rope, attention, causal_mask, contract, rms_norm, rope_tables, swiglu
-from qwenjax.moe import route, run_experts
+from qwenjax.moe import choose_experts, router_logits, run_experts
 from qwenjax.ops import Scope
 from qwenjax.weights import Params, init_params, layer_scopes, leaves_of, param_shapes
 
@@ -55,6 +56,13 @@ class Block(nnx.Module):
         self, x_BTD: Array, rope: KeyValue, mask_BTS: Array, cached: KeyValue | None, lengths_B: Array | None
     ) -> tuple[Array, KeyValue]:
         """Returns the residual stream and the keys and values: the updated cache, or without one the prompt's own."""
+        x_BTD, kept, _ = self.with_router(x_BTD, rope, mask_BTS, cached, lengths_B)
+        return x_BTD, kept
+
+    def with_router(
+        self, x_BTD: Array, rope: KeyValue, mask_BTS: Array, cached: KeyValue | None, lengths_B: Array | None
+    ) -> tuple[Array, KeyValue, Array | None]:
+        """The same, and the router's logits [B, T, E] if there is a router."""
         with jax.named_scope("input_norm"):
             h_BTD = rms_norm(x_BTD, self.input_norm[...], self.config.rms_norm_eps)
         q_BTKGH, k_BTKH, v_BTKH = self.project(h_BTD, rope)
@@ -68,9 +76,9 @@ class Block(nnx.Module):
             x_BTD = x_BTD + out_BTD
         with jax.named_scope("post_norm"):
             h_BTD = rms_norm(x_BTD, self.post_norm[...], self.config.rms_norm_eps)
-        mixed_BTD = self.experts(h_BTD) if self.is_sparse else self.mlp(h_BTD)
+        mixed_BTD, logits_BTE = self.experts(h_BTD) if self.is_sparse else (self.mlp(h_BTD), None)
         with jax.named_scope("mlp_residual"):
-            return x_BTD + mixed_BTD, kept
+            return x_BTD + mixed_BTD, kept, logits_BTE
 
     def project(self, h_BTD: Array, rope: KeyValue) -> tuple[Array, Array, Array]:
         """Queries [B, T, K, G, H], keys and values [B, T, K, H]; queries and keys normed (Qwen3) and rotated."""
@@ -114,14 +122,16 @@ class Block(nnx.Module):
         with jax.named_scope("down_proj"):
             return contract("down_proj", hidden_BTF, self.down_proj[...])
 
-    def experts(self, h_BTD: Array) -> Array:
-        """The routed experts' weighted sum, and the shared expert's output times its own gate (Qwen2-MoE)."""
+    def experts(self, h_BTD: Array) -> tuple[Array, Array]:
+        """The routed experts' weighted sum, plus the shared expert's output times its own gate (Qwen2-MoE), and the
+        router's logits."""
         config = self.config
-        weights_BTA, chosen_BTA = route(h_BTD, self.router[...], config.num_experts_per_tok, config.norm_topk_prob)
+        logits_BTE = router_logits(h_BTD, self.router[...])
+        weights_BTA, chosen_BTA = choose_experts(logits_BTE, config.num_experts_per_tok, config.norm_topk_prob)
         stacks = self.experts_gate_up_proj[...], self.experts_down_proj[...]
         routed_BTD = run_experts(h_BTD, weights_BTA, chosen_BTA, *stacks)
         if not config.has_shared_expert:
-            return routed_BTD
+            return routed_BTD, logits_BTE
         with jax.named_scope("shared_gate_up_proj"):
             gate_up_BTCF = contract("shared_gate_up_proj", h_BTD, self.shared_gate_up_proj[...])
         with jax.named_scope("shared_swiglu"):
@@ -130,7 +140,7 @@ class Block(nnx.Module):
             shared_BTD = contract("shared_down_proj", hidden_BTF, self.shared_down_proj[...])
         with jax.named_scope("shared_expert_gate"):
             gate_BT = jax.nn.sigmoid(contract("shared_expert_gate", h_BTD, self.shared_expert_gate[...]))
-            return routed_BTD + gate_BT[..., None] * shared_BTD
+            return routed_BTD + gate_BT[..., None] * shared_BTD, logits_BTE
 
 
 class Decoder(nnx.Module):
@@ -173,6 +183,16 @@ def _run_block(
     return block(x_BTD, rope, mask_BTS, cached, lengths_B)
 
 
+@partial(jax.jit, static_argnames=("config", "scopes"))
+def run_block_to_train(
+    config: ModelConfig, scopes: tuple[Scope, ...], params: Params, x_BTD: Array, rope: KeyValue, mask_BTS: Array
+) -> tuple[Array, Array | None]:
+    """A block on whole sequences, nothing cached: the residual stream, and the router's logits if it has one."""
+    block: Block = nnx.merge(_block_graph(config, scopes), params)
+    x_BTD, _, logits_BTE = block.with_router(x_BTD, rope, mask_BTS, None, None)
+    return x_BTD, logits_BTE
+
+
 def _hidden(
     config: ModelConfig,
     params: Params,
@@ -183,13 +203,7 @@ def _hidden(
     lengths_B: Array | None,
 ) -> tuple[Array, list[KeyValue]]:
     """The residual stream after the last layer, and each layer's keys and values."""
-    check_runnable(config)
-    with jax.named_scope("embed"):
-        x_BTD = params["embed_tokens"][tokens_BT]
-    with jax.named_scope("rope"):
-        rope = rope_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, x_BTD.dtype)
-    with jax.named_scope("softmax"):
-        masks = {window: causal_mask(positions_BT, key_positions_S, window) for window in set(config.sliding_windows)}
+    x_BTD, rope, masks = _start(config, params, tokens_BT, positions_BT, key_positions_S)
     kept = []
     for i, window in enumerate(config.sliding_windows):
         cached = None if cache is None else (cache.keys[i], cache.values[i])
@@ -198,6 +212,20 @@ def _hidden(
         )
         kept.append(kv)
     return x_BTD, kept
+
+
+def _start(
+    config: ModelConfig, params: Params, tokens_BT: Array, positions_BT: Array, key_positions_S: Array
+) -> tuple[Array, KeyValue, dict[int | None, Array]]:
+    """What the first layer gets: the embedded tokens, the rotations, and the mask of each width of window."""
+    check_runnable(config)
+    with jax.named_scope("embed"):
+        x_BTD = params["embed_tokens"][tokens_BT]
+    with jax.named_scope("rope"):
+        rope = rope_tables(positions_BT, config.head_dim, config.rope_theta, config.rope_scaling, x_BTD.dtype)
+    with jax.named_scope("softmax"):
+        masks = {window: causal_mask(positions_BT, key_positions_S, window) for window in set(config.sliding_windows)}
+    return x_BTD, rope, masks
 
 
 def _unembed(config: ModelConfig, params: Params, x_BUD: Array) -> Array:
@@ -213,6 +241,23 @@ def forward_impl(config: ModelConfig, params: Params, tokens_BT: Array) -> Array
     positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
     x_BTD, _ = _hidden(config, params, tokens_BT, positions_BT, positions_T, None, None)
     return _unembed(config, params, x_BTD)
+
+
+def forward_to_train(
+    config: ModelConfig, params: Params, tokens_BT: Array, run_block: Callable[..., Any] = run_block_to_train
+) -> tuple[Array, tuple[Array, ...]]:
+    """Logits of every position, [B, T, V], and of the router of each sparse layer, [B, T, E].
+
+    `run_block` runs a block in place of `run_block_to_train`: the same one, but recomputed in the backward pass, say.
+    """
+    positions_T = jnp.arange(tokens_BT.shape[1])
+    positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
+    x_BTD, rope, masks = _start(config, params, tokens_BT, positions_BT, positions_T)
+    routers = []
+    for i, window in enumerate(config.sliding_windows):
+        x_BTD, logits_BTE = run_block(config, layer_scopes(config, i), params["layers"][i], x_BTD, rope, masks[window])
+        routers += [] if logits_BTE is None else [logits_BTE]
+    return _unembed(config, params, x_BTD), tuple(routers)
 
 
 def prefill_impl(
