@@ -56,9 +56,24 @@ def reference_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**copy.deepcopy(dict(data)))  # it writes into nested blocks
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=getattr(torch, dtype))
-    missing, unknown = model.load_state_dict({key: torch.tensor(value) for key, value in state.items()}, strict=False)
+    # The plain loop over experts is the definition; other implementations may sum in another order.
+    how = {"experts_implementation": "eager"} if config.model_type.endswith("_moe") else {}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=getattr(torch, dtype), **how)
+    tensors = {key: torch.tensor(value) for key, value in fused_experts(state).items()}
+    missing, unknown = model.load_state_dict(tensors, strict=False)
     tied_head = ["lm_head.weight"] if config.tie_word_embeddings else []
     if missing != tied_head or unknown:
         raise KeyError(f"missing {missing}, unknown {unknown}")
     return model.eval()
+
+
+def fused_experts(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """A checkpoint with the experts of a layer as two tensors, as transformers 5 holds them in memory: gate rows, then
+    up rows, [E, 2F, D]; down [E, D, F]."""
+    fused = {key: value for key, value in state.items() if ".experts." not in key}
+    for layer in dict.fromkeys(key.split(".experts.")[0] for key in state.keys() - fused.keys()):
+        names = [f"{layer}.experts.{expert}" for expert in range(len(fused[f"{layer}.gate.weight"]))]
+        gate, up, down = ([state[f"{name}.{part}_proj.weight"] for name in names] for part in ("gate", "up", "down"))
+        fused[f"{layer}.experts.gate_up_proj"] = np.concatenate([np.stack(gate), np.stack(up)], axis=1)
+        fused[f"{layer}.experts.down_proj"] = np.stack(down)
+    return fused

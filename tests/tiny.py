@@ -44,6 +44,18 @@ def config(model_type: str = "qwen3", **changes: Any) -> ModelConfig:
     return ModelConfig.from_hf(config_json(model_type, **changes))
 
 
+def moe_json(model_type: str = "qwen3_moe", **changes: Any) -> Json:
+    """The same with E 21, A 5, experts of F 24 and in Qwen2-MoE a shared one of F 36; a step of two rows gathers."""
+    data = config_json(model_type, num_experts=21, num_experts_per_tok=5, moe_intermediate_size=24)
+    if model_type == "qwen2_moe":
+        data["shared_expert_intermediate_size"] = 36
+    return data | changes
+
+
+def moe_config(model_type: str = "qwen3_moe", **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf(moe_json(model_type, **changes))
+
+
 def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Values in [-1, 1) that depend on the name and the shape alone."""
     count = int(np.prod(shape))
