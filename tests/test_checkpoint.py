@@ -293,6 +293,22 @@ def test_nothing_is_left_of_a_save_that_fails(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
+    config = tiny.config()
+    params = tiny.params(config)
+    (tmp_path / "file").write_text("")
+    long = tmp_path / ("x" * 300)
+    for target, problem, remedy in (
+        (tmp_path / "file", "is a file, not a folder", "Name a new folder."),
+        (tmp_path / "file" / "model", "can't be written (File exists)", "Choose another folder."),
+        (long, "can't be written (File name too long)", "Choose another folder."),
+    ):
+        with pytest.raises(InputError) as caught:
+            qwenjax.save(config, params, target)
+        assert str(caught.value) == f"{target}: {problem}. {remedy}"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_parameters_of_another_config_are_refused_with_all_that_is_wrong(tmp_path: Path) -> None:
     config = tiny.config()
     params = tiny.params(config)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         ({"a": 1}, "has no dtype, shape and two data_offsets for a in its header"),
         (entry(dtype=None), "has no dtype, shape and two data_offsets for a in its header"),
         (entry(shape=[2, -3]), "has no dtype, shape and two data_offsets for a in its header"),
+        (entry(shape=[1] * 65), "has no dtype, shape and two data_offsets for a in its header"),
         (entry(shape=[2.0, 3]), "has no dtype, shape and two data_offsets for a in its header"),
         (entry(shape=[True, 6]), "has no dtype, shape and two data_offsets for a in its header"),
         (entry(data_offsets=[0]), "has no dtype, shape and two data_offsets for a in its header"),
@@ -305,3 +308,11 @@ def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
     (folder / "model.safetensors").symlink_to(tmp_path / "gone")
     expected = f"{folder / 'model.safetensors'}: can't be read (No such file or directory). Check its permissions."
     assert error_of(folder) == expected
+
+
+def test_headers_are_read_and_judged_without_jax() -> None:
+    modules = ("checkpoint.shards", "checkpoint.layout", "checkpoint.plan", "checkpoint.hub", "hf_writer")
+    program = f"import sys, {', '.join(f'qwenjax.{name}' for name in modules)}\nprint(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "'qwenjax.checkpoint.plan'" in done.stdout
+    assert not [name for name in ("'jax'", "'numpy'", "'huggingface_hub'") if name in done.stdout]

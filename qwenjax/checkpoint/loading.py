@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +21,14 @@ from qwenjax.errors import InputError
 from qwenjax.hf_keys import Note
 from qwenjax.hf_reader import DTYPES
 from qwenjax.ops import Scope
+from qwenjax.progress import Progress, silent
 from qwenjax.weights import Params, layer_scopes, leaves_of
 
-Progress = Callable[[str, float], None]  # what is being done, share of the whole that is behind
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def load(
-    source: str | os.PathLike[str], dtype: Any = None, *, progress: Progress | None = None
+    source: str | os.PathLike[str], dtype: Any = None, *, progress: Progress = silent
 ) -> tuple[ModelConfig, Params]:
     """The config and the parameters of a checkpoint: a folder, or a Hugging Face id that is downloaded.
 
@@ -51,7 +50,7 @@ def load(
             f"differs from {embedding.key}, although tie_word_embeddings is true",
             "Set tie_word_embeddings to false in config.json if the head is its own matrix, or remove the tensor.",
         )
-    params = _read(config, plan, target, progress or (lambda what, share: None))
+    params = _read(config, plan, target, progress)
     return _plain(config), params
 
 

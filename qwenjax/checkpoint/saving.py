@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from qwenjax.checkpoint.layout import Tensor, tensors_of
-from qwenjax.checkpoint.loading import Progress
 from qwenjax.checkpoint.shards import INDEX_FILE, SINGLE_FILE
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.hf_writer import Spelling, to_hf
+from qwenjax.progress import Progress, silent
 from qwenjax.weights import Params, param_shapes
 
 STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -36,7 +36,7 @@ def save(
     spelling: Spelling = "4.x",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> None:
     """Writes config.json and safetensors files of at most `max_shard_bytes` of tensors each (one tensor may be more).
 
@@ -59,21 +59,27 @@ def save(
         partial = target.parent / f".{target.name}.{token_hex(4)}.partial"
         partial.mkdir()
         try:
-            _write(partial, data, params, shards, dtype, progress or (lambda what, share: None))
+            _write(partial, data, params, shards, dtype, progress)
             _publish(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise InputError(
-            str(target), None, f"can't be written ({error.strerror or error})", "Choose another folder."
-        ) from error
+        raise _unwritable(target, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> InputError:
+    return InputError(str(folder), None, f"can't be written ({error.strerror or error})", "Choose another folder.")
 
 
 def check_target(folder: Path, overwrite: bool = False) -> None:
     """Refuses to write over a file, or into a folder that holds files unless told."""
-    if folder.exists() and not folder.is_dir():
+    try:
+        is_file, filled = folder.exists() and not folder.is_dir(), folder.is_dir() and any(folder.iterdir())
+    except OSError as error:  # a name too long, or a folder that can't be entered
+        raise _unwritable(folder, error) from error
+    if is_file:
         raise InputError(str(folder), None, "is a file, not a folder", "Name a new folder.")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    if filled and not overwrite:
         remedy = "Name a new folder, or overwrite it (overwrite=True, --overwrite)."
         raise InputError(str(folder), None, "already holds files", remedy)
 

@@ -7,6 +7,7 @@ after another without gaps (github.com/huggingface/safetensors, "Format").
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -23,6 +24,7 @@ BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64,
 }  # fmt: skip
+MOST_AXES = 64
 LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones too
 _AGAIN = "Download the file again."
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
@@ -51,15 +53,15 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     contradicts itself, its index or another file.
     """
     index_path = folder / INDEX_FILE
-    if index_path.is_file():
+    if os.path.isfile(index_path):
         weight_map = _read_index(index_path)
         paths = [folder / name for name in sorted(set(weight_map.values()))]
-        missing = [path.name for path in paths if not path.is_file()]
+        missing = [path.name for path in paths if not os.path.isfile(path)]
         if missing:
             names = ", ".join(missing)
             raise InputError(str(index_path), None, f"names files that aren't there: {names}", "Download them.")
         single = folder / SINGLE_FILE
-        if single.is_file() and single not in paths:
+        if os.path.isfile(single) and single not in paths:
             raise InputError(str(single), None, f"lies beside {INDEX_FILE}, which doesn't name it", "Remove one.")
         tensors = _merge(folder, paths)
         _check_index(index_path, weight_map, tensors)
@@ -128,7 +130,13 @@ def _read_entry(path: Path, key: str, entry: Any) -> tuple[str, tuple[int, ...],
     """dtype, shape and the two offsets of a header's entry."""
     entry = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (entry.get(name) for name in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+    if (
+        not isinstance(dtype, str)
+        or not _counts(shape)
+        or not _counts(offsets)
+        or len(offsets) != 2
+        or len(shape) > MOST_AXES
+    ):
         problem = f"has no dtype, shape and two data_offsets for {key} in its header"
         raise InputError(str(path), None, problem, _AGAIN)
     begin, end = offsets

@@ -1,0 +1,33 @@
+"""Progress of long work on stderr: a bar on a terminal, a line for each part elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Progress = Callable[[str, float], None]  # what is being done, share of the whole that is behind
+
+
+def silent(what: str, share: float) -> None:
+    """No progress shown."""
+
+
+@contextmanager
+def shown(title: str) -> Iterator[Progress]:
+    """Shows progress under a title for as long as the block runs."""
+    if not sys.stderr.isatty():
+        start = time.perf_counter()
+
+        def write(what: str, share: float) -> None:
+            print(f"{title}: {100 * share:3.0f} % {time.perf_counter() - start:6.1f} s  {what}", file=sys.stderr)
+
+        yield write
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda what, share: bar.update(task, description=f"{title}: {what}", completed=share)
