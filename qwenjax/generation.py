@@ -294,7 +294,7 @@ def _prepare(config: ModelConfig, prompts: Prompts, options: Options) -> tuple[R
         value, least = getattr(options, name), 0 if name == "max_new_tokens" else 1
         if not (plain_integer(value) and value >= least) and not (name == "capacity" and value is None):
             raise InputError(name, value, f"must be an integer, {least} or more", "Change the setting.")
-    rows = [_checked(f"prompts[{i}]", prompt, config, options.capacity) for i, prompt in enumerate(prompts)]
+    rows = [check_prompt(f"prompts[{i}]", prompt, config, options.capacity) for i, prompt in enumerate(prompts)]
     sampling = sampling_of(
         len(rows),
         temperature=options.temperature,
@@ -311,7 +311,8 @@ def _prepare(config: ModelConfig, prompts: Prompts, options: Options) -> tuple[R
     return Rules(sampling, jnp.asarray(ends), jnp.asarray(np.array(limits, np.int32))), rows
 
 
-def _checked(name: str, prompt: Sequence[int], config: ModelConfig, capacity: int | None) -> list[int]:
+def check_prompt(name: str, prompt: Sequence[int], config: ModelConfig, capacity: int | None) -> list[int]:
+    """The ids as plain integers, each one the model's own, and few enough for a cache of that capacity."""
     try:
         row = [operator.index(token) for token in prompt]
     except TypeError:

@@ -18,6 +18,7 @@ import tiny
 
 from qwenjax.generation import Completion, Options, complete
 from qwenjax.sampling import process, sampling_of, seen_tokens
+from qwenjax.scoring import perplexity, score_tokens
 
 try:
     import tiny_text
@@ -91,6 +92,17 @@ def test_greedy_ids_and_log_probabilities_equal(name: str, penalty: float | None
     assert min(len(row.tokens) for row in ended) < NEW
     for prompt, row in zip(PROMPTS, ended, strict=True):
         assert row.tokens == theirs(name, prompt, repetition_penalty=penalty, eos_token_id=eos)[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_perplexity_equals_that_of_transformers_loss(name: str) -> None:
+    config = tiny.ModelConfig.from_hf(CONFIGS[name])
+    tokens = np.asarray(tiny.tokens("perplexity", 40)).tolist()
+    with torch.no_grad():
+        loss = reference(name)(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss.item()
+    for piece in (512, 16):
+        found = perplexity(score_tokens(config, params(name), tokens, piece))
+        np.testing.assert_allclose(found, np.exp(loss), rtol=2e-5)
 
 
 # The chain
