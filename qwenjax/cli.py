@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from qwenjax.cli_init import init
+from qwenjax.cli_text import generate, score
 from qwenjax.command_line import print_version, run, show
 from qwenjax.config import ModelConfig
 from qwenjax.inspection import inspection_record, inspection_text
@@ -49,6 +50,8 @@ def inspect(
 
 app.command()(inspect)
 app.command()(init)
+app.command()(generate)
+app.command()(score)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
