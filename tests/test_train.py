@@ -35,7 +35,9 @@ SMALL: dict[str, Any] = {
     "vocab_size": 256,
 }
 DENSE = tiny.config("qwen3", attention_bias=True, **SMALL)
-SPARSE = tiny.moe_config("qwen3_moe", **SMALL | {"num_hidden_layers": 3, "mlp_only_layers": [1]})
+SPARSE = tiny.moe_config(
+    "qwen3_moe", **SMALL | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 60, "num_experts_per_tok": 2}
+)
 TEXT = np.frombuffer(b"the same line, again and again. " * 8, np.uint8)
 PARAMS = tiny.params(DENSE)
 
@@ -92,11 +94,11 @@ def _sparse_run() -> Any:
 def test_dense_layers_have_no_router_to_balance() -> None:
     """transformers once crashed on mlp_only_layers with router logits; only sparse layers count."""
     tokens_BT, params, logits_BTV, routers_BTE = _sparse_run()
-    assert [router.shape for router in routers_BTE] == [(2, 7, 21)] * 2
+    assert [router.shape for router in routers_BTE] == [(2, 7, 60)] * 2
     np.testing.assert_array_equal(logits_BTV, jax.jit(partial(forward_impl, SPARSE))(params, tokens_BT))
     total, next_token, balance = BALANCED(params, tokens_BT, jnp.ones((2, 7)))
-    assert balance > 5  # of even routing
-    np.testing.assert_allclose(balance, load_balancing_loss(routers_BTE, 5), rtol=1e-6)
+    assert balance > 2  # of even routing
+    np.testing.assert_allclose(balance, load_balancing_loss(routers_BTE, 2), rtol=1e-6)
     np.testing.assert_allclose(next_token, next_token_loss(logits_BTV, tokens_BT), rtol=1e-6)
     np.testing.assert_allclose(total, next_token + 0.5 * balance, rtol=1e-6)
 
