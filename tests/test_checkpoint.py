@@ -25,6 +25,8 @@ from checkpoint_files import (
     write_folder,
     write_index,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import qwenjax
@@ -42,6 +44,7 @@ def expected(config: ModelConfig, dtype: str = "float32") -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_architecture_loads_to_its_parameter_tree(tmp_path: Path, model_type: str, tied: bool) -> None:
+    # bug reports B1, 25, K1
     folder, _ = tiny_folder(tmp_path, model_type, tie_word_embeddings=tied)
     config, params = qwenjax.load(folder)
     assert config == ModelConfig.from_hf(folder)
@@ -70,6 +73,7 @@ def test_an_index_that_names_the_single_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2_moe"])
 def test_keys_without_the_prefix_of_the_causal_model(tmp_path: Path, model_type: str) -> None:
+    # bug reports J1
     data = config_json(model_type, tie_word_embeddings=True)
     state = tiny.state_dict(ModelConfig.from_hf(data))
     folder = write_folder(tmp_path, data, {key.removeprefix("model."): value for key, value in state.items()})
@@ -129,7 +133,6 @@ def test_other_dtypes_are_refused(tmp_path: Path, dtype: Any) -> None:
         qwenjax.load(tmp_path, dtype)
 
 
-@pytest.mark.filterwarnings("default")
 def test_values_beyond_float16_are_refused_and_not_made_infinite(tmp_path: Path) -> None:
     folder, state = tiny_folder(tmp_path)
     state["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
@@ -140,6 +143,17 @@ def test_values_beyond_float16_are_refused_and_not_made_infinite(tmp_path: Path)
         "model.layers.1.mlp.up_proj.weight: has values beyond the range of float16 (65504). "
         "Load it as bfloat16 or float32."
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_that_are_no_numbers_are_loaded_as_they_are(tmp_path: Path, dtype: str) -> None:
+    folder, state = tiny_folder(tmp_path)
+    odd = np.array([np.nan, np.inf, -np.inf, -0.0], np.float32)
+    state["model.norm.weight"][:4] = odd
+    write_file(folder / "model.safetensors", state)
+    found = np.asarray(qwenjax.load(folder, dtype)[1]["final_norm"])[:4].astype(np.float32)
+    assert np.array_equal(found, odd, equal_nan=True)
+    assert np.signbit(found[3])
 
 
 @pytest.mark.parametrize("pad", range(1, 8))
@@ -172,6 +186,29 @@ def test_progress_is_told_once_for_each_array_and_ends_at_one(tmp_path: Path) ->
     assert shares[-1] == 1
     assert [what for what, _ in told][-3:] == ["embed_tokens", "final_norm", "lm_head"]
     assert told[0][0] == "layer 0 input_norm"
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_order_files_and_dtypes_change_nothing(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    model_type = data.draw(st.sampled_from(MODEL_TYPES))
+    json_data = config_json(model_type)
+    config = ModelConfig.from_hf(json_data)
+    # Values that every dtype holds exactly, so that the dtype of a file can't show.
+    state = {key: np.round(value * 4) for key, value in tiny.state_dict(config).items()}
+    if data.draw(st.booleans()):
+        state = fused(state)
+    keys = data.draw(st.permutations(list(state)))
+    dtypes = data.draw(
+        st.lists(st.sampled_from([np.float32, np.float16, BFLOAT16]), min_size=len(keys), max_size=len(keys))
+    )
+    mixed = {key: state[key].astype(dtype) for key, dtype in zip(keys, dtypes, strict=True)}
+    folder = tmp_path_factory.mktemp("mixed")
+    write_folder(folder, json_data, mixed, data.draw(st.integers(0, 5)))
+    _, params = qwenjax.load(folder)
+    plain = write_folder(tmp_path_factory.mktemp("plain"), json_data, state)
+    assert_same(params, qwenjax.load(plain)[1])
+    assert float(np.abs(np.asarray(params["embed_tokens"])).max()) == 4
 
 
 _PEAK = """

@@ -255,6 +255,12 @@ def test_shards_that_are_missing_without_an_index(tmp_path: Path) -> None:
     assert error_of(folder) == expected
 
 
+def test_numbers_in_a_file_name_are_not_believed_beyond_reason(tmp_path: Path) -> None:
+    folder, _ = tiny_folder(tmp_path)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-99999999999999.safetensors")
+    qwenjax.load(folder)
+
+
 def test_two_sets_of_files_in_one_folder(tmp_path: Path) -> None:
     folder, state = tiny_folder(tmp_path, shards=2)
     write_file(folder / "model.safetensors", state)

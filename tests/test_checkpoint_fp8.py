@@ -116,7 +116,7 @@ def test_blocks_of_128_where_no_config_says_so(tmp_path: Path) -> None:
 
 
 def test_each_tensor_decides_for_itself(tmp_path: Path) -> None:
-    # modules_to_not_convert is left out, one matrix is plain, and one that is usually plain isn't.
+    # bug report I3: modules_to_not_convert is left out, one matrix is plain, and one that is usually plain isn't.
     data = config_json("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[], quantization_config=STATED)
     config = ModelConfig.from_hf(config_json("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[]))
     state = tiny.state_dict(config)

@@ -62,6 +62,7 @@ def test_all_that_is_wrong_is_told_at_once_and_before_anything_is_read(
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_no_key_is_optional(tmp_path: Path, model_type: str) -> None:
+    # bug reports 19, H1
     data = config_json(model_type, num_hidden_layers=2)  # one sparse layer, one dense
     state = tiny.state_dict(ModelConfig.from_hf(data))
     for key in state:
@@ -108,6 +109,16 @@ def test_long_lists_end_in_patterns_and_lose_no_count(tmp_path: Path) -> None:
     assert more[0].startswith("  missing: 87 more like model.layers.*.mlp.experts.*.")
 
 
+def test_lists_are_in_the_order_of_layers_and_names_may_be_anything(tmp_path: Path) -> None:
+    folder, state = tiny_folder(tmp_path)
+    names = ["model.layers.2.x", "model.layers.10.x", f"model.layers.{'9' * 5000}.x", "²", "\ud800", ""]
+    one = np.ones(1, np.float32)
+    write_file(folder / "model.safetensors", dict.fromkeys(reversed(names), one) | state)
+    lines = error_of(folder).splitlines()[1:]
+    assert [line.split()[1] for line in lines if "model.layers" in line] == [f"{name}:" for name in names[:3]]
+    assert len(lines) == 6
+
+
 # Tied and untied heads
 
 
@@ -123,6 +134,7 @@ def embedding(dtype: Any = np.float32) -> Any:
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_a_tied_model_is_the_same_with_a_copy_of_the_head_and_without(tmp_path: Path, model_type: str) -> None:
+    # bug reports 23, 25, A1, A3
     without, state = tiny_folder(tmp_path / "without", model_type, tie_word_embeddings=True)
     data = config_json(model_type, tie_word_embeddings=True)
     head = {"lm_head.weight": state["model.embed_tokens.weight"]}
@@ -142,6 +154,7 @@ def test_a_copy_of_the_head_may_be_stored_in_another_dtype(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("row", [0, 100])
 def test_an_unequal_head_of_a_tied_model(tmp_path: Path, row: int) -> None:
+    # bug reports 23
     head = embedding()
     head[row, -1] += 1e-6
     assert error_of(with_head(tmp_path, True, {"lm_head.weight": head})) == (
@@ -161,6 +174,7 @@ def test_a_head_of_a_tied_model_that_is_no_copy_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("says", [False, None])
 def test_an_untied_model_without_a_head(tmp_path: Path, says: bool | None) -> None:
+    # bug reports A5
     data = config_json("qwen3", tie_word_embeddings=False)
     if says is None:
         del data["tie_word_embeddings"]
@@ -173,6 +187,7 @@ def test_an_untied_model_without_a_head(tmp_path: Path, says: bool | None) -> No
 
 
 def test_an_untied_head_is_loaded_although_the_flag_is_missing(tmp_path: Path) -> None:
+    # bug reports A7
     data = config_json("qwen2")
     del data["tie_word_embeddings"]
     config, params = qwenjax.load(write_folder(tmp_path, data, tiny.state_dict(tiny.config("qwen2"))))
@@ -184,6 +199,7 @@ def test_an_untied_head_is_loaded_although_the_flag_is_missing(tmp_path: Path) -
 
 
 def test_weights_of_another_model_say_so(tmp_path: Path) -> None:
+    # bug reports N2
     state = tiny.state_dict(ModelConfig.from_hf(config_json("qwen3", hidden_size=48, tie_word_embeddings=True)))
     folder = write_folder(tmp_path, config_json("qwen3", tie_word_embeddings=True), state)
     message = error_of(folder)
@@ -296,6 +312,7 @@ def packed(kind: str) -> State:
     ],
 )
 def test_packed_tensors_are_refused_by_name_without_a_word_in_the_config(tmp_path: Path, kind: str, told: str) -> None:
+    # bug reports I3
     folder = write_folder(tmp_path, config_json("qwen3"), packed(kind))
     assert error_of(folder) == (
         f"{folder}: holds {kind} weights, which can't be loaded (model.layers.0.self_attn.o_proj.{told}). "

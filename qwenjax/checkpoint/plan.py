@@ -109,7 +109,7 @@ class _Faults:
 
 
 def _told(kind: str, lines: Iterable[tuple[str, str]]) -> Iterator[str]:
-    ordered = sorted(lines, key=lambda line: [int(part) if part.isdigit() else part for part in _parts(line[0])])
+    ordered = sorted(lines, key=lambda line: _by_number(line[0]))
     for key, text in ordered[:_LONGEST_LIST]:
         yield f"{kind}: {key}: {text}"
     patterns = Counter(re.sub(r"\d+", "*", key) for key, _ in ordered[_LONGEST_LIST:])
@@ -117,8 +117,10 @@ def _told(kind: str, lines: Iterable[tuple[str, str]]) -> Iterator[str]:
         yield f"{kind}: {count} more like {pattern}"
 
 
-def _parts(key: str) -> list[str]:
-    return re.split(r"(\d+)", key)
+def _by_number(key: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10; every other part is a number, and more digits are a larger one."""
+    parts = re.split(r"(\d+)", key)
+    return [(len(part) if i % 2 else 0, part) for i, part in enumerate(parts)]
 
 
 def _is_fp8(names: _Names, tensor: Tensor) -> bool:
@@ -180,7 +182,7 @@ def _tied_head(names: _Names, config: ModelConfig, faults: _Faults) -> Source | 
 
 def _hint(config: ModelConfig, names: _Names, faults: _Faults) -> str:
     """What to do about it, from what most likely happened."""
-    layers = {int(match[1]) for bare in names.full if (match := re.match(r"layers\.(\d+)\.", bare))}
+    layers = {match[1] for bare in names.full if (match := re.match(r"layers\.(\d+)\.", bare))}
     if faults.keys("missing") == [HEAD_KEY] and len(faults.lines) == 1:
         silent = any(note.field == "tie_word_embeddings" for note in config.notes)
         says = "doesn't state tie_word_embeddings, which then is" if silent else "says tie_word_embeddings"

@@ -32,8 +32,8 @@ def fill(target: Array, source: Source) -> None:
     step = max(1, PIECE // each)
     for first in range(0, target.shape[0], step):
         part = target[first : first + step]
-        values = read(first * each, part.size).reshape(part.shape)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # what a cast makes infinite is found below
+            values = read(first * each, part.size).reshape(part.shape)
             part[...] = values
         if part.dtype == np.float16 and not np.array_equal(np.isfinite(part), np.isfinite(values)):
             limit = np.finfo(np.float16).max

@@ -27,7 +27,7 @@ BITS = {
 MOST_AXES = 64
 LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones too
 _AGAIN = "Download the file again."
-_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _OTHER_FORMATS = (  # how files begin that are taken for safetensors
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "Fetch it with `git lfs pull`."),
     (b"PK\x03\x04", "is a PyTorch archive, not safetensors", "Convert it with save_pretrained of transformers."),
@@ -212,7 +212,8 @@ def _files_without_index(folder: Path) -> list[Path]:
         there = f" (there: {', '.join(others)}, which aren't read)" if others else ""
         remedy = "Convert them with save_pretrained of transformers." if others else "Download the weights too."
         raise InputError(str(folder), None, f"the folder has no .safetensors file{there}", remedy)
-    expected = {f"{m[1]}-{i:0{len(m[2])}}-of-{m[3]}.safetensors" for m in numbered for i in range(1, int(m[3]) + 1)}
+    sets = {(match[1], match[3]) for match in numbered}
+    expected = {f"{stem}-{i:05}-of-{count}.safetensors" for stem, count in sets for i in range(1, int(count) + 1)}
     missing = sorted(expected - {path.name for path in paths})
     if missing:
         raise InputError(str(folder), None, f"shards are missing: {', '.join(missing)}", "Download them.")
