@@ -9,6 +9,7 @@ import typer
 
 from qwenjax.cli_init import init
 from qwenjax.cli_text import generate, score
+from qwenjax.cli_train import train
 from qwenjax.command_line import print_version, run, show
 from qwenjax.config import ModelConfig
 from qwenjax.inspection import inspection_record, inspection_text
@@ -52,6 +53,7 @@ app.command()(inspect)
 app.command()(init)
 app.command()(generate)
 app.command()(score)
+app.command()(train)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
