@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +23,7 @@ from qwenjax import moe
 from qwenjax.cache import init_cache
 from qwenjax.config import ModelConfig
 from qwenjax.known_models import known_model_names
-from qwenjax.model import Block, decode_step, forward, prefill, step_shapes
+from qwenjax.model import Block, Decoder, decode_step, forward, prefill, step_shapes
 from qwenjax.moe import block_rows, choose_way, num_blocks, route, run_experts
 from qwenjax.weights import layer_scopes, param_shapes
 from roofline.count import count_params
@@ -61,6 +63,19 @@ def test_logits_equal_the_recorded_ones(name: str) -> None:
     for i in range(48, 72):
         last_BV, cache = decode_step(config, params, tokens_BT[:, i], cache)
     close(last_BV[0], logits[-1])
+
+
+# From here on nearly all the time would be XLA's: what is compared is compiled alike, and unoptimised.
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+quickly = pytest.mark.usefixtures("quick_compilation")
 
 
 # The router
@@ -165,6 +180,7 @@ def token_by_token(x_TD: Any, weights_TA: Any, chosen_TA: Any, gate_up_ECFD: Any
     return out_TD
 
 
+@quickly
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @given(data=st.data())
 @settings(max_examples=10, deadline=None)
@@ -184,6 +200,7 @@ def test_three_ways_agree_in_output_and_gradients(shape: tuple[int, int, int], d
             np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
+@quickly
 @pytest.mark.parametrize("way", ["gathered", "grouped"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] < shape[2]], ids=str)
 def test_experts_chosen_by_nobody_are_not_touched(shape: tuple[int, int, int], way: str) -> None:
@@ -198,6 +215,21 @@ def test_experts_chosen_by_nobody_are_not_touched(shape: tuple[int, int, int], w
     clean, spoiled = (output_and_gradients(way, *inputs, *each, chosen) for each in (stacks, spoilt))
     assert np.isfinite(clean[0]).all()
     jax.tree.map(np.testing.assert_array_equal, spoiled, clean)
+
+
+@pytest.mark.parametrize("way", ["dense", "gathered", "grouped"])
+def test_bfloat16_stays_bfloat16_and_near(way: str) -> None:
+    tokens, per_token, experts = shape = SHAPES[2]
+    narrow = [
+        values.astype(jnp.bfloat16)
+        for values in (array("x", 1, tokens, HIDDEN), array("w", 1, tokens, per_token), *experts_of(experts))
+    ]
+    chosen = draw_routing(5, experts, *shape)
+    out = jax.jit(partial(run_experts, way=way))(*narrow[:2], chosen, *narrow[2:])
+    assert out.dtype == jnp.bfloat16
+    exact = token_by_token(*(np.asarray(values[0], np.float32) for values in narrow[:2]), chosen[0], *narrow[2:])
+    difference = np.asarray(out[0], np.float64) - exact
+    assert np.sqrt(np.mean(difference**2)) < 2**-7 * np.sqrt(np.mean(exact**2))
 
 
 def test_grouped_runs_no_block_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +281,7 @@ MIXED = {
 each_model = pytest.mark.parametrize("name", MIXED)
 
 
+@quickly
 @each_model
 def test_prefill_then_decode_equals_forward(name: str) -> None:
     """Two prompts of unequal length in a batch; the grouped way fills the cache and the gathered one goes on."""
@@ -263,6 +296,7 @@ def test_prefill_then_decode_equals_forward(name: str) -> None:
         close(logits_BV, full_BTV[[0, 1], at + step])
 
 
+@quickly
 @each_model
 def test_rows_of_a_batch_do_not_mix(name: str) -> None:
     """Though another row's tokens move this row's places among the blocks."""
@@ -274,6 +308,7 @@ def test_rows_of_a_batch_do_not_mix(name: str) -> None:
     assert np.abs(after[1] - before[1]).max() > 0.1
 
 
+@quickly
 @each_model
 def test_a_token_touches_its_own_experts_and_no_other(name: str) -> None:
     """One expert after the other is spoilt: exactly five spoil a token, in a decode step as in a prompt."""
@@ -339,6 +374,16 @@ def test_the_shared_experts_gate_scales_the_shared_expert_alone() -> None:
     close(whole, routed_alone + shared_alone)
     half = mixed(config, with_leaves(config, shared_expert_gate=0), x_BTD)
     close(half, routed_alone + shared / 2)
+
+
+@quickly
+@each_model
+def test_the_flax_module_is_forward(name: str) -> None:
+    config = MIXED[name]
+    params, tokens_BT = tiny.params(config), tiny.tokens(name, 2, 20)
+    decoder = Decoder(config, params)
+    np.testing.assert_array_equal(decoder(tokens_BT), forward(config, params, tokens_BT))
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(decoder)), params)
 
 
 # Shapes
