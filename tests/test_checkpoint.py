@@ -211,6 +211,16 @@ def test_order_files_and_dtypes_change_nothing(tmp_path_factory: pytest.TempPath
     assert float(np.abs(np.asarray(params["embed_tokens"])).max()) == 4
 
 
+@pytest.mark.parametrize("shape", [(1,), (7, 5), (33, 3, 129)])
+def test_arrays_lie_so_that_jax_takes_them_over_without_a_copy(shape: tuple[int, ...]) -> None:
+    values = reading.aligned_empty(shape, BFLOAT16)
+    values[...] = 1
+    with jax.default_device(jax.devices("cpu")[0]):
+        placed = jax.device_put(values)
+    assert (values.shape, values.ctypes.data % 64) == (shape, 0)
+    assert placed.unsafe_buffer_pointer() == values.ctypes.data
+
+
 _PEAK = """
 import json, resource, sys
 import jax, numpy
@@ -292,6 +302,14 @@ def test_shards_have_a_largest_size_and_an_index(tmp_path: Path) -> None:
         sizes = [value.nbytes for value in load_file(tmp_path / "model" / name).values()]
         assert sum(sizes) <= limit or len(sizes) == 1
     assert_same(qwenjax.load(tmp_path / "model")[1], params)
+
+
+@pytest.mark.parametrize(("spare", "files"), [(0, 1), (-1, 2)])
+def test_a_file_holds_as_much_as_it_may(tmp_path: Path, spare: int, files: int) -> None:
+    config = tiny.config("qwen2")
+    total = sum(value.nbytes for value in tiny.state_dict(config).values())
+    qwenjax.save(config, tiny.params(config), tmp_path / "model", max_shard_bytes=total + spare)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == files
 
 
 def test_a_folder_with_files_is_refused_unless_told(tmp_path: Path) -> None:
