@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from checkpoint_files import BFLOAT16, State, assert_same, config_json, fused, t
 
 import qwenjax
 from qwenjax.checkpoint import loading
+from qwenjax.checkpoint.layout import HEAD_KEY, tensors_of
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 
@@ -117,6 +120,20 @@ def test_lists_are_in_the_order_of_layers_and_names_may_be_anything(tmp_path: Pa
     lines = error_of(folder).splitlines()[1:]
     assert [line.split()[1] for line in lines if "model.layers" in line] == [f"{name}:" for name in names[:3]]
     assert len(lines) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("Qwen2-7B-Instruct", set()), ("Qwen3-1.7B", {HEAD_KEY}), ("Qwen3-4B", set())]
+)
+def test_keys_and_bytes_are_those_of_published_indices(shared: Path, name: str, extra: set[str]) -> None:
+    # Qwen3-1.7B is tied and stores its head all the same; Qwen3-4B is tied and doesn't.
+    index = json.loads((shared / "configs" / f"{name}.index.json").read_text())
+    config = ModelConfig.from_hf(shared / "configs" / f"{name}.json")
+    tensors = list(tensors_of(config))
+    assert index["weight_map"].keys() == {tensor.key for tensor in tensors} | extra
+    elements = sum(prod(tensor.stored_shape) for tensor in tensors)
+    head = config.vocab_size * config.hidden_size if extra else 0
+    assert index["metadata"]["total_size"] == 2 * (elements + head)
 
 
 # Tied and untied heads
