@@ -305,10 +305,12 @@ def _prepare(config: ModelConfig, prompts: Prompts, options: Options) -> tuple[R
         seed=options.seed,
     )
     eos = config.eos_token_id if options.eos is None else options.eos
-    ends = np.array([eos] if isinstance(eos, int) else list(eos), np.int32)
+    ends = [eos] if isinstance(eos, int) else [operator.index(token) for token in eos]
+    if not all(0 <= token < 2**31 for token in ends):
+        raise InputError("eos", eos, "must be an id or a list of ids", "Give [] for none.")
     most = options.max_new_tokens
     limits = [min(most, most if options.capacity is None else options.capacity - len(row) + 1) for row in rows]
-    return Rules(sampling, jnp.asarray(ends), jnp.asarray(np.array(limits, np.int32))), rows
+    return Rules(sampling, jnp.asarray(np.array(ends, np.int32)), jnp.asarray(np.array(limits, np.int32))), rows
 
 
 def check_prompt(name: str, prompt: Sequence[int], config: ModelConfig, capacity: int | None) -> list[int]:

@@ -52,6 +52,7 @@ def sampling_of(
     One `seed` gives row i the seed `seed + i`.
     """
     integers = range(2**32)
+    seed = _listed(seed)
     seeds = [seed + i for i in range(batch)] if isinstance(seed, int) else list(seed)
     if len(seeds) != batch or not all(plain_integer(value) and value in integers for value in seeds):
         raise InputError(
@@ -75,6 +76,11 @@ def sampling_of(
     )
 
 
+def _listed(value: Any) -> Any:
+    """The value with arrays as lists and their scalars as plain numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _is_fraction(value: float) -> bool:
     return 0 <= value <= 1
 
@@ -86,6 +92,7 @@ def _is_count(value: float) -> bool:
 def _per_row(
     name: str, value: Any, batch: int, off: float, must: str, allowed: Callable[[float], bool]
 ) -> np.ndarray[Any, np.dtype[Any]]:
+    value = _listed(value)
     rows = [value] * batch if value is None or isinstance(value, int | float) else list(value)
     filled = [off if row is None else row for row in rows]
     if len(filled) != batch or not all(finite_number(row) and allowed(row) for row in filled):

@@ -337,6 +337,7 @@ def test_bfloat16_caches_follow_the_parameters() -> None:
             "prompts[0]: has 3 tokens, and the cache's capacity is 2. Shorten it or raise capacity.",
         ),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens = -1: must be an integer, 0 or more. Change the setting."),
+        ([[1]], {"eos": -1}, "eos = -1: must be an id or a list of ids. Give [] for none."),
         ([[1]], {"capacity": 0}, "capacity = 0: must be an integer, 1 or more. Change the setting."),
         ([[1]], {"chunk_tokens": 0}, "chunk_tokens = 0: must be an integer, 1 or more. Change the setting."),
         (

@@ -162,6 +162,16 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert (tokens.dtype, log_probs.dtype) == (jnp.int32, jnp.float32)
 
 
+def test_arrays_are_taken_as_settings() -> None:
+    scores, drawn = logits("arrays", 3), jnp.zeros(3, int)
+    plain = sampling_of(3, temperature=[1.5, 0.0, 0.5], top_k=[3, 4, 5], top_p=0.75, seed=[4, 5, 6])
+    for array in (np.asarray, jnp.asarray):
+        given_ = {"temperature": array([1.5, 0.0, 0.5]), "top_k": array([3, 4, 5]), "seed": array([4, 5, 6])}
+        arrays = sampling_of(3, top_p=np.float32(0.75), **given_)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(process(scores, arrays), process(scores, plain))
+        np.testing.assert_array_equal(choose(scores, arrays, drawn)[0], choose(scores, plain, drawn)[0])
+
+
 # Refusals
 
 
