@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from qwenjax.progress import Progress, silent
 from roofline.hardware import Figure, Hardware
 from roofline.measure import Samples, available_memory_bytes, environment, measure_call
-from roofline.progress import Progress, silent
 
 if TYPE_CHECKING:
     from jax import Array

@@ -11,9 +11,9 @@ import typer
 from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
+from qwenjax.progress import shown
 from roofline.cli_options import JsonOption, batch_sizes, maybe_whole_number
 from roofline.hardware import Hardware, calibration_path, load_hardware, write_hardware
-from roofline.progress import shown
 from roofline.report.measured import calibration_record, calibration_text, compare_record, compare_text
 
 if TYPE_CHECKING:

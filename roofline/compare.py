@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, check_step
 from qwenjax.errors import InputError
+from qwenjax.progress import Progress, silent
 from roofline.calibrated import predict_calibrated
 from roofline.count import count_kv_bytes_per_token, count_weight_bytes
 from roofline.hardware import Hardware
 from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
 from roofline.predict import predict_step
-from roofline.progress import Progress, silent
 from roofline.trace import measure_time_by_op
 
 if TYPE_CHECKING:
