@@ -323,7 +323,7 @@ def near_ties(logits_NE: Any, count: int) -> Any:
     ids=lambda case: case.id,
 )
 @torch.no_grad()
-def test_bfloat16_block_by_block_with_forced_routing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_block_by_block_with_forced_routing(case: Case) -> None:
     """Each block on transformers' own input, with the experts and weights that transformers chose.
 
     Router logits in bfloat16 tie at the border of the chosen ones, and libraries break ties differently.
@@ -339,16 +339,11 @@ def test_bfloat16_block_by_block_with_forced_routing(case: Case, monkeypatch: py
     for i, window in enumerate(config.sliding_windows):
         (source, output), outputs = seen[f"layers.{i}"], []
         for tree, dtype in ((params, jnp.bfloat16), (wide, jnp.float32)):
-            if i in config.sparse_layers:
-                forced = forced_routing(config, *seen[f"layers.{i}.gate"][1:], dtype)
-                monkeypatch.setattr(qwenjax_model, "run_experts", with_routing(forced))
+            routing = seen[f"layers.{i}.gate"][1:] if i in config.sparse_layers else None
+            forced = routing and forced_routing(config, *routing, dtype)
             rope = rope_tables(positions_T[None], config.head_dim, config.rope_theta, config.rope_scaling, dtype)
-            mask_BTS = causal_mask(positions_T[None], positions_T, window)
-            scopes, x_BTD = layer_scopes(config, i), jnp.asarray(source, dtype)
-            block = partial(_run_block.__wrapped__, config, scopes)  # jit's cache would keep another layer's routing
-            x_BTD, _ = jax.jit(lambda *args, block=block: block(*args, None, None))(
-                tree["layers"][i], x_BTD, rope, mask_BTS
-            )
+            mask_BTS, x_BTD = causal_mask(positions_T[None], positions_T, window), jnp.asarray(source, dtype)
+            x_BTD = forced_block(config, layer_scopes(config, i), tree["layers"][i], x_BTD, rope, mask_BTS, forced)
             outputs.append(x_BTD)
         assert outputs[0].dtype == jnp.bfloat16
         assert_as_exact_as_torch(outputs[0], output, outputs[1])
@@ -377,9 +372,14 @@ def watch(model: Any) -> dict[str, tuple[Any, ...]]:
     return seen
 
 
-def with_routing(forced: tuple[Any, Any]) -> Any:
-    """run_experts with these weights and experts instead of those it is given."""
-    return lambda x_BTD, weights_BTA, chosen_BTA, *stacks: run_experts(x_BTD, *forced, *stacks)
+@partial(jax.jit, static_argnums=(0, 1))
+def forced_block(config: ModelConfig, scopes: Any, layer: Any, x: Any, rope: Any, mask: Any, forced: Any) -> Any:
+    """The block with these weights and experts in place of its own choice."""
+    with pytest.MonkeyPatch.context() as patch:  # while it is traced
+        patch.setattr(
+            qwenjax_model, "run_experts", lambda x, weights, chosen, *stacks: run_experts(x, *forced, *stacks)
+        )
+        return _run_block.__wrapped__(config, scopes, layer, x, rope, mask, None, None)[0]
 
 
 def forced_routing(config: ModelConfig, logits_NE: Any, weights_NA: Any, chosen_NA: Any, dtype: Any) -> Any:
