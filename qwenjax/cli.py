@@ -10,6 +10,7 @@ import typer
 from qwenjax.cli_init import init
 from qwenjax.cli_text import generate, score
 from qwenjax.cli_train import train
+from qwenjax.cli_verify import verify
 from qwenjax.command_line import print_version, run, show
 from qwenjax.config import ModelConfig
 from qwenjax.inspection import inspection_record, inspection_text
@@ -53,6 +54,7 @@ app.command()(inspect)
 app.command()(init)
 app.command()(generate)
 app.command()(score)
+app.command()(verify)
 app.command()(train)
 
 
