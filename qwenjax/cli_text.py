@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from qwenjax.calibration import calibrated_bandwidth_bytes_per_s
 from qwenjax.command_line import say, show, write_out
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
@@ -184,12 +185,15 @@ class Session:
         seconds = self.step_ends[-1] - self.step_ends[1] if steps else 0.0
         tokens = sum(1 for step in steps for row in self.tokens if step < len(row))
         moved = sum(self._step_bytes(step) for step in steps)
+        roof = calibrated_bandwidth_bytes_per_s()
         return {
             "ttft_s": first_s,
             "decode_steps": len(steps),
             "decode_s": seconds if steps else None,
             "tokens_per_s": tokens / seconds if steps else None,
             "bytes_per_s": moved / seconds if steps else None,
+            # A decode step is bound by what it reads: the share of the bound is that of the bandwidth.
+            "bound_fraction": moved / seconds / roof if steps and roof else None,
         }
 
     def _step_bytes(self, step: int) -> int:
@@ -231,8 +235,13 @@ def _speed_text(record: dict[str, Any]) -> str:
         return f"{count} tokens, too few to time"
     return (
         f"{count} tokens: the first after {record['ttft_s']:.2f} s (compiling included), then "
-        f"{record['tokens_per_s']:.1f} tokens/s, {record['bytes_per_s'] / 1e9:.2f} GB/s"
+        f"{record['tokens_per_s']:.1f} tokens/s, {record['bytes_per_s'] / 1e9:.2f} GB/s, {_bound_text(record)}"
     )
+
+
+def _bound_text(record: dict[str, Any]) -> str:
+    share = record["bound_fraction"]
+    return "share of the bound unknown: run `roofline calibrate`" if share is None else f"{share:.0%} of the bound"
 
 
 def _read_text(path: Path) -> str:

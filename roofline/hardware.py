@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from qwenjax.calibration import calibration_path as calibration_path
 from qwenjax.errors import InputError
 
 if TYPE_CHECKING:
@@ -288,12 +289,6 @@ def known_ids() -> tuple[str, ...]:
 def list_hardware() -> tuple[Hardware, ...]:
     """Every chip that comes with the package, by id."""
     return tuple(_load_packaged(chip) for chip in known_ids())
-
-
-def calibration_path() -> Path:
-    """Where the calibrated device is kept: here.toml in $ROOFLINE_HOME, else in ~/.cache/roofline."""
-    home = os.environ.get("ROOFLINE_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "roofline") / "here.toml"
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:

@@ -13,12 +13,15 @@ pytest.importorskip("tokenizers", reason="needs the `text` extra")
 import cli_run
 import tiny
 import tiny_text
+from measured_box import box
 
 import qwenjax
+from qwenjax.calibration import calibrated_bandwidth_bytes_per_s
 from qwenjax.cli_text import kv_token_bytes, step_weight_bytes
 from qwenjax.generation import Options, complete
 from qwenjax.scoring import score_tokens
 from qwenjax.text import load_text
+from roofline.hardware import write_hardware
 
 CONFIG = tiny.config("qwen3", num_hidden_layers=2, vocab_size=300, eos_token_id=5)
 PROMPTS = ("the cat", "größer")
@@ -70,13 +73,28 @@ def test_json_holds_what_python_generates(folder: Path, expected: Any) -> None:
     assert record["bytes_per_s"] == pytest.approx(moved / record["decode_s"])
 
 
-def test_text_is_streamed_row_after_row_and_speed_goes_to_stderr(folder: Path, expected: Any) -> None:
+def test_text_is_streamed_row_after_row_and_speed_goes_to_stderr(
+    folder: Path, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text, completions = expected
+    monkeypatch.setenv("ROOFLINE_HOME", str(tmp_path))
     result = cli_run.run(*generated(folder, "--prompt", PROMPTS[0], "--prompt", PROMPTS[1]))
     assert result.status == 0, result.stderr
     assert result.stdout == "".join(text.decode(row.tokens) + "\n" for row in completions)
     assert result.stderr.startswith(f"{2 * NEW} tokens: the first after ")
-    assert result.stderr.endswith(" GB/s\n")
+    assert result.stderr.endswith(" GB/s, share of the bound unknown: run `roofline calibrate`\n")
+
+
+def test_the_share_of_the_bound_is_that_of_the_calibrated_bandwidth(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hardware(box(bytes_per_s=2e12), tmp_path / "here.toml")
+    monkeypatch.setenv("ROOFLINE_HOME", str(tmp_path))
+    record = cli_run.figures(*generated(folder, "--prompt", PROMPTS[0]))
+    assert record["bound_fraction"] == pytest.approx(record["bytes_per_s"] / 2e12)
+    for broken in ("", "[figures]", "figures = 3", "peak = ["):
+        (tmp_path / "here.toml").write_text(broken, encoding="utf-8")
+        assert calibrated_bandwidth_bytes_per_s() is None
 
 
 def test_stop_strings_end_and_are_left_out(folder: Path, expected: Any) -> None:
