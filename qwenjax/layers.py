@@ -19,6 +19,11 @@ from qwenjax.rope_config import RopeScaling
 Array = jax.Array
 
 
+def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
+    """Float32 products are kept whole on devices that would round their operands (TF32)."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
 def contract(op: str, x: Array, y: Array) -> Array:
     """Runs the einsum of a named op as one matrix product with a single axis of rows, columns and summands.
 
@@ -40,7 +45,7 @@ def contract(op: str, x: Array, y: Array) -> Array:
         x_BMC,
         y_merged,
         (((len(lead) + 1,), (len(lead) + (1 if columns_first else 0),)), (batch_axes, batch_axes)),
-        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        precision=precision_of(x.dtype),
     )
     letters = plan.batch + plan.rows + plan.columns
     product = product_BMN.reshape([sizes[letter] for letter in letters])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from qwenjax.layers import contract, swiglu
+from qwenjax.layers import contract, precision_of, swiglu
 from qwenjax.moe_blocks import Way, block_rows, choose_way, num_blocks
 
 Array = jax.Array
@@ -63,7 +63,7 @@ def _dense(x_ND: Array, chosen_NA: Array, gate_up_ECFD: Array, down_EDF: Array) 
         hidden_NEF = swiglu(gate_up)
     with jax.named_scope("experts_down_proj"):
         out_END = jax.lax.dot_general(
-            hidden_NEF.transpose(1, 0, 2), down_EDF, (((2,), (2,)), ((0,), (0,))), precision=_precision(x_ND)
+            hidden_NEF.transpose(1, 0, 2), down_EDF, (((2,), (2,)), ((0,), (0,))), precision=precision_of(x_ND.dtype)
         )
     return out_END[chosen_NA, jnp.arange(x_ND.shape[0])[:, None]]
 
@@ -75,12 +75,14 @@ def _gathered(x_ND: Array, chosen_NA: Array, gate_up_ECFD: Array, down_EDF: Arra
     x_RD = jnp.repeat(x_ND, per_token, axis=0)
     with jax.named_scope("experts_gate_up_proj"):
         gate_up_RFD = gate_up_ECFD.reshape(-1, 2 * width, hidden)[chosen_R]
-        gate_up_RF = jax.lax.dot_general(gate_up_RFD, x_RD, (((2,), (1,)), ((0,), (0,))), precision=_precision(x_ND))
+        gate_up_RF = jax.lax.dot_general(
+            gate_up_RFD, x_RD, (((2,), (1,)), ((0,), (0,))), precision=precision_of(x_ND.dtype)
+        )
     with jax.named_scope("experts_swiglu"):
         hidden_RF = swiglu(gate_up_RF.reshape(-1, 2, width))
     with jax.named_scope("experts_down_proj"):
         out_RD = jax.lax.dot_general(
-            down_EDF[chosen_R], hidden_RF, (((2,), (1,)), ((0,), (0,))), precision=_precision(x_ND)
+            down_EDF[chosen_R], hidden_RF, (((2,), (1,)), ((0,), (0,))), precision=precision_of(x_ND.dtype)
         )
     return out_RD.reshape(tokens, per_token, hidden)
 
@@ -126,11 +128,7 @@ def _grouped(x_ND: Array, chosen_NA: Array, gate_up_ECFD: Array, down_EDF: Array
 
 
 def _rows_times(x_MD: Array, weight_FD: Array) -> Array:
-    return jax.lax.dot_general(x_MD, weight_FD, (((1,), (1,)), ((), ())), precision=_precision(x_MD))
-
-
-def _precision(x: Array) -> jax.lax.Precision | None:
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x_MD, weight_FD, (((1,), (1,)), ((), ())), precision=precision_of(x_MD.dtype))
 
 
 _WAYS = {"dense": _dense, "gathered": _gathered, "grouped": _grouped}

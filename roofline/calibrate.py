@@ -141,13 +141,15 @@ def _product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, fl
     import jax
     import jax.numpy as jnp
 
+    from qwenjax.layers import precision_of
+
     each_flops = 2.0 * rows * columns * summands
     weights = _rotating((columns, summands), dtype, _call_flops(jax.devices()[0].platform) / each_flops)
 
     @jax.jit
     def chain(x: Array, weights: list[Array]) -> Array:
         for weight in weights:
-            y = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=_precision(dtype))
+            y = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision_of(dtype))
             x = x + y[:, :1] * jnp.asarray(1e-9, dtype)  # so that no product can start before the last is done
         return x
 
@@ -163,12 +165,6 @@ def _product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, fl
         "best_flops_per_s": flops / samples.best_s,
         "bytes_per_s": num_bytes / samples.best_s,
     }
-
-
-def _precision(dtype: str) -> Any:
-    import jax
-
-    return jax.lax.Precision.HIGHEST if dtype == "float32" else None
 
 
 def _attention(dtype: str, heads: int, context: int, group: int, tokens: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,9 +15,15 @@ from qwenjax import InputError, ModelConfig, load, save
 from qwenjax.cli import app
 from qwenjax.verification import verify
 
+try:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    if os.environ.get("CI") == "true":
+        raise
+    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
+
 pytestmark = pytest.mark.reference
-for _package in ("torch", "transformers"):
-    pytest.importorskip(_package)
 
 CASES = {
     "qwen3": lambda: tiny.config("qwen3"),
