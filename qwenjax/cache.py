@@ -1,4 +1,8 @@
-"""The KV cache: one key and one value array a layer, a length for each row, donated and updated in place."""
+"""The KV cache: one key and one value array a layer, a length for each row, donated and updated in place.
+
+Its dtype may be narrower than the model's. Vectors are rounded once, as they are written, and attention reads them
+back in the model's dtype: a prompt attends its own keys and values rounded too, so that pieces equal the whole.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from flax import struct
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, dims, shape
+from qwenjax.errors import InputError
 from qwenjax.ops import KV
 
 Array = jax.Array
@@ -18,7 +23,7 @@ class KVCache:
     """Keys after norm and RoPE, values as projected, for every layer.
 
     keys, values: tuples over layers of [B, K, S, H]; S is the capacity in tokens. lengths: [B] int32, the tokens that
-    each row holds. What lies beyond a row's length is never attended.
+    each row holds, at most S. What lies beyond a row's length is never attended.
     """
 
     keys: tuple[Array, ...]
@@ -39,10 +44,38 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: str = "bfl
 
 def cache_shapes(config: ModelConfig, batch: int, capacity: int, dtype: str = "bfloat16") -> KVCache:
     """The same cache as shapes only, for tracing without memory."""
+    check_cache_dtype(dtype)
     sizes = dims(config, Step(batch, 1, capacity))
     layers = range(config.num_hidden_layers)
     keys, values = (tuple(jax.ShapeDtypeStruct(shape(tensor.letters, sizes), dtype) for _ in layers) for tensor in KV)
     return KVCache(keys, values, jax.ShapeDtypeStruct((batch,), jnp.int32))  # type: ignore[arg-type]
+
+
+def check_cache_dtype(dtype: str, field: str = "dtype") -> None:
+    """Refuses what can't hold keys and values as they are: integers and quantised forms."""
+    try:
+        known = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise InputError(field, dtype, "is no dtype of keys and values", "Choose bfloat16, float32 or float8_e4m3fn.")
+
+
+def rounded(new: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """Keys or values as a cache of that dtype holds them; beyond the range of a narrower one its greatest value.
+
+    float8_e4m3fn has no infinity and would make NaN of what a plain cast finds too large.
+    """
+    if jnp.dtype(dtype) == new.dtype:
+        return new
+    limit, own = (float(jnp.finfo(kind).max) for kind in (dtype, new.dtype))  # type: ignore[no-untyped-call]
+    return (jnp.clip(new, -limit, limit) if limit < own else new).astype(dtype)
+
+
+def advanced(cache: KVCache, counts: Array | int) -> Array:
+    """Lengths after so many more tokens of each row; a full row stays full, as nothing of its tokens was kept."""
+    with jax.named_scope("cache"):
+        return jnp.minimum(cache.lengths + jnp.asarray(counts, jnp.int32), cache.capacity)
 
 
 def append(cached_BKSH: Array, new_BTKH: Array, lengths_B: Array) -> Array:
@@ -62,4 +95,9 @@ def append(cached_BKSH: Array, new_BTKH: Array, lengths_B: Array) -> Array:
 
 def fill(cached_BKSH: Array, new_BKTH: Array) -> Array:
     """Writes a prompt's vectors from position 0 on."""
+    for axis, what in ((0, "rows"), (2, "tokens")):
+        given, room = new_BKTH.shape[axis], cached_BKSH.shape[axis]
+        if given > room if axis else given != room:
+            problem = f"holds {room} {what}, and the prompts have {given}, padding included"
+            raise InputError("cache", None, problem, "Make one with init_cache that fits them.")
     return jax.lax.dynamic_update_slice(cached_BKSH, new_BKTH, (0, 0, 0, 0))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwenjax.cache import KVCache, append, cache_shapes, fill
+from qwenjax.cache import KVCache, advanced, append, cache_shapes, fill, rounded
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.layers import apply_rope, attention, causal_mask, contract, rms_norm, rope_tables, swiglu
@@ -103,15 +103,20 @@ class Block(nnx.Module):
 
         A prompt starts at position 0 and attends itself; only what follows it (with lengths) reads the cache.
         """
+        dtype = k_BTKH.dtype
+        if cached is not None:
+            with jax.named_scope("cache"):
+                k_BTKH, v_BTKH = rounded(k_BTKH, cached[0].dtype), rounded(v_BTKH, cached[1].dtype)
         if cached is not None and lengths_B is not None:
             with jax.named_scope("cache"):
                 kept = append(cached[0], k_BTKH, lengths_B), append(cached[1], v_BTKH, lengths_B)
-            return *kept, kept
+                return kept[0].astype(dtype), kept[1].astype(dtype), kept
         k_BKTH, v_BKTH = k_BTKH.transpose(0, 2, 1, 3), v_BTKH.transpose(0, 2, 1, 3)
         if cached is None:
             return k_BKTH, v_BKTH, (k_BKTH, v_BKTH)
         with jax.named_scope("cache"):
-            return k_BKTH, v_BKTH, (fill(cached[0], k_BKTH), fill(cached[1], v_BKTH))
+            kept = fill(cached[0], k_BKTH), fill(cached[1], v_BKTH)
+            return k_BKTH.astype(dtype), v_BKTH.astype(dtype), kept
 
     def mlp(self, h_BTD: Array) -> Array:
         """down(silu(gate) * up)."""
@@ -288,18 +293,21 @@ def extend_impl(
         last_BUD = jnp.take_along_axis(x_BTD, jnp.maximum(counts_B - 1, 0)[:, None, None], axis=1)
     logits_BUV = _unembed(config, params, last_BUD)
     keys, values = zip(*kept, strict=True)
-    return logits_BUV[:, 0], KVCache(keys, values, cache.lengths + counts_B.astype(jnp.int32))
+    return logits_BUV[:, 0], KVCache(keys, values, advanced(cache, counts_B))
 
 
 def decode_step_impl(config: ModelConfig, params: Params, tokens_B: Array, cache: KVCache) -> tuple[Array, KVCache]:
-    """Runs one token of each row at its own position: logits [B, V], and the cache one longer."""
+    """Runs one token of each row at its own position: logits [B, V], and the cache one longer.
+
+    A full row stays as it is, and its logits mean nothing: its token has no place.
+    """
     key_positions_S = jnp.arange(cache.capacity)
     x_BTD, kept = _hidden(
         config, params, tokens_B[:, None], cache.lengths[:, None], key_positions_S, cache, cache.lengths
     )
     logits_BUV = _unembed(config, params, x_BTD)
     keys, values = zip(*kept, strict=True)
-    return logits_BUV[:, 0], KVCache(keys, values, cache.lengths + 1)
+    return logits_BUV[:, 0], KVCache(keys, values, advanced(cache, 1))
 
 
 forward = jax.jit(forward_impl, static_argnums=0)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwenjax.cache import KVCache, init_cache
+from qwenjax.cache import KVCache, advanced, init_cache
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.generation import bucket, check_prompt
@@ -56,4 +56,4 @@ def _score_piece(
     x_BTD, kept = _hidden(config, params, tokens_BT, positions_BT, key_positions_S, cache, cache.lengths)
     log_probs_BT = log_probability(_unembed(config, params, x_BTD), next_BT)
     keys, values = zip(*kept, strict=True)
-    return log_probs_BT, KVCache(keys, values, cache.lengths + tokens_BT.shape[1])
+    return log_probs_BT, KVCache(keys, values, advanced(cache, tokens_BT.shape[1]))
