@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qwenjax.checkpoint.loading import load
     from qwenjax.checkpoint.saving import save
     from qwenjax.generation import generate
-    from qwenjax.model import Decoder, decode_step, extend, forward, prefill
+    from qwenjax.model import Decoder, decode_step, extend, forward, hidden_states, prefill
     from qwenjax.weights import init_params, param_shapes
 
 _LAZY = {
@@ -24,6 +24,7 @@ _LAZY = {
     "extend": "model",
     "forward": "model",
     "generate": "generation",
+    "hidden_states": "model",
     "init_cache": "cache",
     "init_params": "weights",
     "load": "checkpoint.loading",
@@ -41,6 +42,7 @@ __all__ = [
     "extend",
     "forward",
     "generate",
+    "hidden_states",
     "init_cache",
     "init_params",
     "load",

@@ -156,6 +156,7 @@ class Decoder(nnx.Module):
     ) -> None:
         params = init_params(config, seed, dtype) if params is None else params
         self.config = config
+        _head(config, params)
         for leaf in leaves_of(config, ("model",)):
             setattr(self, leaf, nnx.Param(params[leaf]))
         self.layers = nnx.List(
@@ -233,11 +234,25 @@ def _start(
     return x_BTD, rope, masks
 
 
-def _unembed(config: ModelConfig, params: Params, x_BUD: Array) -> Array:
+def _final_norm(config: ModelConfig, params: Params, x_BTD: Array) -> Array:
     with jax.named_scope("final_norm"):
-        x_BUD = rms_norm(x_BUD, params["final_norm"], config.rms_norm_eps)
+        return rms_norm(x_BTD, params["final_norm"], config.rms_norm_eps)
+
+
+def _unembed(config: ModelConfig, params: Params, x_BUD: Array) -> Array:
+    head_VD = params[_head(config, params)]
+    x_BUD = _final_norm(config, params, x_BUD)
     with jax.named_scope("unembed"):
-        return contract("unembed", x_BUD, params["embed_tokens" if config.tie_word_embeddings else "lm_head"])
+        return contract("unembed", x_BUD, head_VD)
+
+
+def _head(config: ModelConfig, params: Params) -> str:
+    """The leaf that is the output head; refuses the parameters of an embedding model, which have none."""
+    head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    if head not in params:
+        problem = "isn't among the parameters, and logits need it"
+        raise InputError(head, None, problem, "Load the checkpoint with its output head, or use hidden_states.")
+    return head
 
 
 def forward_impl(config: ModelConfig, params: Params, tokens_BT: Array) -> Array:
@@ -246,6 +261,17 @@ def forward_impl(config: ModelConfig, params: Params, tokens_BT: Array) -> Array
     positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
     x_BTD, _ = _hidden(config, params, tokens_BT, positions_BT, positions_T, None, None)
     return _unembed(config, params, x_BTD)
+
+
+def hidden_states_impl(config: ModelConfig, params: Params, tokens_BT: Array) -> Array:
+    """What the output head would see, [B, T, D]: the last layer's output, normed. It needs no output head.
+
+    Embedding models take a text's vector from the last position (transformers' last_hidden_state of the base model).
+    """
+    positions_T = jnp.arange(tokens_BT.shape[1])
+    positions_BT = jnp.broadcast_to(positions_T, tokens_BT.shape)
+    x_BTD, _ = _hidden(config, params, tokens_BT, positions_BT, positions_T, None, None)
+    return _final_norm(config, params, x_BTD)
 
 
 def forward_to_train(
@@ -311,6 +337,7 @@ def decode_step_impl(config: ModelConfig, params: Params, tokens_B: Array, cache
 
 
 forward = jax.jit(forward_impl, static_argnums=0)
+hidden_states = jax.jit(hidden_states_impl, static_argnums=0)
 prefill = jax.jit(prefill_impl, static_argnums=0, donate_argnames="cache")
 extend = jax.jit(extend_impl, static_argnums=0, donate_argnames="cache")
 decode_step = jax.jit(decode_step_impl, static_argnums=0, donate_argnames="cache")

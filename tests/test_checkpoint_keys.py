@@ -198,7 +198,10 @@ def test_an_untied_model_without_a_head(tmp_path: Path, says: bool | None) -> No
     state = tiny.state_dict(ModelConfig.from_hf(config_json("qwen3", tie_word_embeddings=True)))
     folder = write_folder(tmp_path, data, state)
     told = "says tie_word_embeddings" if says is False else "doesn't state tie_word_embeddings, which then is"
-    remedy = f"config.json {told} false: write true if the embedding is the head, or add the file that holds it."
+    remedy = (
+        f"config.json {told} false: write true if the embedding is the head, or add the file that holds it. "
+        "An embedding model has none: load(..., lm_head=False) gives what hidden_states needs."
+    )
     line = "missing: lm_head.weight: expected [101, 40]"
     assert error_of(folder) == misfit(folder, "1 missing", line, remedy=remedy)
 

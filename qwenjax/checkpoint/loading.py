@@ -28,7 +28,7 @@ _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def load(
-    source: str | os.PathLike[str], dtype: Any = None, *, progress: Progress = silent
+    source: str | os.PathLike[str], dtype: Any = None, *, lm_head: bool = True, progress: Progress = silent
 ) -> tuple[ModelConfig, Params]:
     """The config and the parameters of a checkpoint: a folder, or a Hugging Face id that is downloaded.
 
@@ -36,11 +36,13 @@ def load(
     config's architecture one to one are an InputError that lists them all, before any is read. Each is copied from its
     memory-mapped file straight to its slice; FP8 block-scale weights are dequantised in float32, and the config that
     comes back is then that of the plain weights. GPTQ, AWQ and modelopt are refused.
+    With lm_head=False an untied output head is neither asked for nor read, as embedding models have none: the
+    parameters then serve `hidden_states`, and whatever needs logits is an InputError.
     """
     chosen = None if dtype is None else _dtype_name(dtype)
     config = _read_config(source)
     folder = local_folder(source)
-    plan = plan_loading(folder, config, find_tensors(folder))
+    plan = plan_loading(folder, config, find_tensors(folder), lm_head=lm_head)
     target = np.dtype(chosen or config.dtype or _common_dtype(plan))
     embedding = next(source for tensor, source in plan.steps if tensor.leaf == "embed_tokens")
     if plan.tied_head and not equal(plan.tied_head, embedding):
@@ -101,7 +103,8 @@ def _read(config: ModelConfig, plan: Plan, dtype: np.dtype[Any], progress: Progr
         return placed
 
     def built(layer: int | None, scopes: tuple[Scope, ...]) -> Params:
-        return {leaf: array(layer, leaf, shape) for leaf, (shape, _) in leaves_of(config, scopes).items()}
+        leaves = leaves_of(config, scopes).items()
+        return {leaf: array(layer, leaf, shape) for leaf, (shape, _) in leaves if (layer, leaf) in steps}
 
     layers = {i: built(i, layer_scopes(config, i)) for i in range(config.num_hidden_layers)}
     return {**built(None, ("model",)), "layers": layers}

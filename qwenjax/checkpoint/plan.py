@@ -62,8 +62,13 @@ def _bare(key: str) -> str:
     return key if key == PREFIX + HEAD_KEY else key.removeprefix(PREFIX)
 
 
-def plan_loading(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Plan:
-    """Matches the tensors of the model to the stored ones: every one of both exactly once, or one error lists all."""
+def plan_loading(
+    folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor], *, lm_head: bool = True
+) -> Plan:
+    """Matches the tensors of the model to the stored ones: every one of both exactly once, or one error lists all.
+
+    Without lm_head an untied output head isn't asked for, and left where it is if there is one.
+    """
     names = _Names(stored)
     tensors = list(tensors_of(config, {PREFIX + bare for bare in names.full}))
     quantised.check_stored(folder, stored, {_bare(t.key): t.stored_shape for t in tensors if len(t.stored_shape) == 2})
@@ -72,7 +77,9 @@ def plan_loading(folder: Path, config: ModelConfig, stored: Mapping[str, StoredT
         faults.add("stored twice", bare, f"with and without {PREFIX}")
     steps: list[tuple[Tensor, Source]] = []
     used: set[str] = set()
-    for tensor in tensors:
+    if not lm_head:
+        used |= {HEAD_KEY, HEAD_KEY + quantised.SCALE_SUFFIX}
+    for tensor in (tensor for tensor in tensors if lm_head or tensor.key != HEAD_KEY):
         source = _match(names, config, tensor, faults)
         used.add(_bare(tensor.key))
         if _is_fp8(names, tensor):
@@ -186,7 +193,10 @@ def _hint(config: ModelConfig, names: _Names, faults: _Faults) -> str:
     if faults.keys("missing") == [HEAD_KEY] and len(faults.lines) == 1:
         silent = any(note.field == "tie_word_embeddings" for note in config.notes)
         says = "doesn't state tie_word_embeddings, which then is" if silent else "says tie_word_embeddings"
-        return f"config.json {says} false: write true if the embedding is the head, or add the file that holds it."
+        return (
+            f"config.json {says} false: write true if the embedding is the head, or add the file that holds it. "
+            "An embedding model has none: load(..., lm_head=False) gives what hidden_states needs."
+        )
     if layers and len(layers) != config.num_hidden_layers:
         here = f"num_hidden_layers {config.num_hidden_layers}, and the files hold {len(layers)} layers"
         return f"config.json says {here}: use the config.json of these weights."
