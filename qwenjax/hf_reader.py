@@ -236,10 +236,15 @@ def _read_sliding_windows(reader: FieldReader, model_type: str, layers: int) -> 
         if kinds and "full_attention" in kinds:
             reader.note("ignored", "layer_types", "qwen3_moe windows every layer, as transformers does")
         return (window,) * layers
+    if kinds is None and not reader.stated("max_window_layers"):
+        absent = "null" if "max_window_layers" in reader.data else "missing"
+        reader.note("default", "max_window_layers", f"{absent}; the class default 28 taken")
     if kinds is None and model_type == "qwen2_moe":
         kinds = ["sliding_attention" if (i + 1) % 2 and i < first else "" for i in range(layers)]
     if kinds is None:
         kinds = ["sliding_attention" if i >= first else "" for i in range(layers)]
+    if "sliding_attention" not in kinds:
+        reader.note("ignored", "sliding_window", f"{window} has no effect: none of the {layers} layers is windowed")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

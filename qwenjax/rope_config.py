@@ -161,7 +161,8 @@ def _scaling(
         problem = f"stretches {original} positions beyond any model's ({LARGEST})"
         raise InputError(f"{key}.factor", factor, problem, "Check the file.")
     implied = max_position_embeddings / original
-    if rope_type == "yarn" and implied > 1 and not math.isclose(implied, factor):
+    # A ratio of 1 says nothing: max_position_embeddings is then the length before stretching, as Qwen writes it.
+    if rope_type == "yarn" and implied != 1 and not math.isclose(implied, factor):
         text = f"max_position_embeddings / original_max_position_embeddings is {implied:g}"
         remarks.append(Note("warning", f"{key}.factor", f"{factor:g} is used, although {text}"))
     truncate = block.get("truncate", True)

@@ -121,7 +121,7 @@ def test_a_minimal_block_takes_the_length_of_the_model(base: Json) -> None:
         (512, 8, 1024, "4"),
         (160, 4.0, 512, "1.25"),  # Qwen3: 40960 positions in the config, 32768 trained, 131072 by YaRN
         (128, 4.0, 512, None),
-        (64, 4.0, 512, None),
+        (64, 4.0, 512, "0.5"),
     ],
 )
 def test_the_factor_wins(positions: int, factor: float, context: int, implied: str | None) -> None:
