@@ -108,6 +108,39 @@ def eos_ids(folder: Folder) -> tuple[int, ...]:
     return tuple(found)
 
 
+def tokenizer_differences(one: Folder, other: Folder) -> tuple[str, ...]:
+    """In what two checkpoints' tokenizers differ, part by part; nothing where they give the same ids for every text.
+
+    The rows of the embedding matrices play no part: a draft and its target of the same tokenizer pair whatever padding
+    their vocab_size has.
+    """
+    first, second = (json.loads(load_text(folder).tokenizer.to_str()) for folder in (one, other))
+    vocab, vocab_2 = (_vocabulary(parts) for parts in (first, second))
+    differing = sorted(token for token in vocab.keys() | vocab_2.keys() if vocab.get(token) != vocab_2.get(token))
+    told = []
+    if differing:
+        token = differing[0]
+        ids = " and ".join("none" if ids.get(token) is None else str(ids[token]) for ids in (vocab, vocab_2))
+        told.append(f"vocabulary: {len(differing)} tokens have other ids, such as {token!r}: {ids}")
+    rules = {part: (first[part], second[part]) for part in ("normalizer", "pre_tokenizer", "post_processor")}
+    for table in (first["model"], second["model"]):
+        table.pop("vocab", None)
+    rules["model"] = first["model"], second["model"]
+    rules["added_tokens"] = _matching(first), _matching(second)
+    return (*told, *(f"{part}: not the same" for part, (mine, theirs) in rules.items() if mine != theirs))
+
+
+def _vocabulary(parts: Mapping[str, Any]) -> dict[str, int]:
+    """Every token's id, the added ones included."""
+    vocab: dict[str, int] = dict(parts["model"]["vocab"])
+    return vocab | {token["content"]: token["id"] for token in parts["added_tokens"]}
+
+
+def _matching(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """How added tokens are found in a text; whether they count as special only matters to what is printed."""
+    return [{name: value for name, value in token.items() if name != "special"} for token in parts["added_tokens"]]
+
+
 def _optional_json(path: Path) -> Mapping[str, Any]:
     return read_json(path) if path.is_file() else {}
 
