@@ -12,8 +12,7 @@ from qwenjax.cli_text import generate, score
 from qwenjax.cli_train import train
 from qwenjax.cli_verify import verify
 from qwenjax.command_line import print_version, run, show
-from qwenjax.config import ModelConfig
-from qwenjax.inspection import inspection_record, inspection_text
+from qwenjax.inspection import inspect_model, inspection_text
 
 app = typer.Typer(
     help="Qwen decoders in JAX, from Hugging Face configs and checkpoints.",
@@ -41,13 +40,13 @@ def inspect(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """The architecture as read, what was taken or ignored, and the shapes.
+    """The architecture as read, what was taken or ignored, the shapes, and what a folder's files hold.
 
     \b
     qwenjax inspect Qwen3-30B-A3B
     qwenjax inspect path/to/config.json --json
     """
-    show(inspection_record(ModelConfig.from_hf(model)), inspection_text, as_json)
+    show(inspect_model(model), inspection_text, as_json)
 
 
 app.command()(inspect)

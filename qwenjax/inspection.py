@@ -1,19 +1,54 @@
-"""A config as it was read: the architecture, what was defaulted or ignored, and the parameter tree by leaf."""
+"""A config as it was read: the architecture, what was defaulted or ignored, the parameter tree by leaf, the files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+from qwenjax.checkpoint.counting import count_tensors
+from qwenjax.checkpoint.plan import plan_loading
+from qwenjax.checkpoint.shards import find_tensors
 from qwenjax.config import ModelConfig
 from qwenjax.dims import dims, shape, size
+from qwenjax.errors import InputError
+from qwenjax.hf_keys import Note
 from qwenjax.ops import Scope, layers_of, leaf_letters, weights_of
 from qwenjax.tables import Table
 
 _PLACE: dict[Scope, str] = {"model": "once", "layer": "every layer", "dense": "dense layers", "sparse": "sparse layers"}
+# What the first Qwen3 models' config.json says; huggingface.co/Qwen/Qwen3-8B, "Processing Long Texts", read 2025.
+_QWEN3_POSITIONS = 40960
 _TITLES = {"default": "Taken by default", "ignored": "Ignored", "warning": "Warnings"}
+
+
+def inspect_model(model: str) -> dict[str, Any]:
+    """The record of a known model's name, a config.json, or a checkpoint folder, whose files are then counted too."""
+    config = ModelConfig.from_hf(model)
+    record = inspection_record(config)
+    folder = Path(model)
+    if not os.path.isdir(folder) or not any(folder.glob("*.safetensors")):
+        return record
+    stored, notes = _files(folder, config)
+    return {**record, "stored": stored, "notes": (*config.notes, *notes)}
+
+
+def _files(folder: Path, config: ModelConfig) -> tuple[dict[str, Any] | None, tuple[Note, ...]]:
+    """What the files hold, and a warning where they can't be read or aren't this config's; the config stands alone."""
+    try:
+        tensors = find_tensors(folder)
+    except InputError as error:
+        return None, (Note("warning", error.field, f"{error.problem}. {error.remedy}"),)
+    stored = asdict(count_tensors(tensors, config.quantization.bits if config.quantization else None))
+    try:
+        plan_loading(folder, config, tensors)
+    except InputError as error:
+        problem = error.problem.splitlines()[0].removesuffix(":")
+        return stored, (Note("warning", error.field, f"{problem}. {error.remedy}"),)
+    return stored, ()
 
 
 def inspection_record(config: ModelConfig) -> dict[str, Any]:
@@ -27,10 +62,33 @@ def inspection_record(config: ModelConfig) -> dict[str, Any]:
         "qk_norm": config.qk_norm,
         "sparse_layers": config.sparse_layers,
         "context_length": config.context_length,
+        "context": _context(config),
         "num_params": sum(row["elements"] for row in rows),
         "rows": rows,
+        "stored": None,
         "notes": config.notes,
     }
+
+
+def _context(config: ModelConfig) -> dict[str, Any]:
+    """The lengths that are quoted for one model, each with where it comes from; tokens."""
+    scaling, stated = config.rope_scaling, config.max_position_embeddings
+    lengths = {"max_position_embeddings": stated}
+    if scaling is None:
+        text = f"{stated} positions, as max_position_embeddings says; no RoPE scaling stretches them"
+        if config.model_type.startswith("qwen3") and stated == _QWEN3_POSITIONS:
+            text += (
+                "; Qwen3's model cards call 32768 of them native, and stretch those to 131072 with YaRN and factor 4"
+            )
+        return {**lengths, "original_max_position_embeddings": None, "scaled_positions": None, "explanation": text}
+    original, kind = scaling.original_max_position_embeddings, {"yarn": "YaRN"}.get(scaling.rope_type, "linear scaling")
+    scaled = int(scaling.factor * original)
+    text = (
+        f"{stated} positions, as max_position_embeddings says; {original} before stretching, which {kind} stretches "
+        f"{scaling.factor:g} times to {scaled}; the longer of the first and the last counts here: "
+        f"{config.context_length}"
+    )
+    return {**lengths, "original_max_position_embeddings": original, "scaled_positions": scaled, "explanation": text}
 
 
 def _leaves(config: ModelConfig) -> list[dict[str, Any]]:
@@ -61,10 +119,13 @@ def inspection_text(record: dict[str, Any]) -> Iterator[str | Table]:
     )
     facts = {name: value for name, value in config.items() if name != "sliding_windows"}
     facts |= {name: record[name] for name in ("qk_norm", "context_length")}
+    facts["context"] = record["context"]["explanation"]
     rows = [[name, _shown(value)] for name, value in facts.items()]
     rows.append(["sliding_windows", _windows(config["sliding_windows"])])
     yield Table("Architecture as read", ("field", "value"), rows, text=("field", "value"))
     yield _tree(record["rows"])
+    if record["stored"]:
+        yield _files_table(record["stored"], record["num_params"])
     for note_kind, title in _TITLES.items():
         notes = [[note.field, note.text] for note in record["notes"] if note.kind == note_kind]
         if notes:
@@ -89,6 +150,23 @@ def _tree(leaves: list[dict[str, Any]]) -> Table:
     columns = ("leaf", "letters", "shape", "where", "copies", "elements", "checkpoint tensors")
     texts = ("leaf", "letters", "where", "checkpoint tensors")
     return Table("Parameter tree", columns, rows, text=texts, totals=True)
+
+
+def _files_table(stored: dict[str, Any], num_params: int) -> Table:
+    """What the files hold beside what the architecture has."""
+    difference = stored["num_weights"] - num_params
+    names = {
+        "num_tensors": "tensors",
+        "num_bytes": "bytes",
+        "num_weights": "weights, unpacked",
+        "num_quantization_values": "scales, zero points and group orders",
+    }
+    rows = [[text, f"{stored[name]:,}"] for name, text in names.items()]
+    rows.append(["weights beyond the architecture's", f"{difference:+,}" if difference else "none"])
+    rows.append(["lm_head stored", _shown(stored["lm_head_stored"])])
+    if stored["unknown_width"]:
+        rows.append(["packed tensors of unknown width, not counted", f"{len(stored['unknown_width']):,}"])
+    return Table("Files", ("what", "count"), rows, text=("what",))
 
 
 def _shown(value: Any) -> str:
