@@ -14,6 +14,7 @@ from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.hf_reader import DTYPES
 from qwenjax.inspection import inspection_record
+from qwenjax.progress import FEW_LINES_S, shown
 from qwenjax.tables import Table
 
 LARGEST_SEED = 2**32 - 1
@@ -57,18 +58,14 @@ def _write(config: ModelConfig, folder: Path, seed: int, spelling: Any, overwrit
     # Here, so that other commands start without JAX.
     import numpy as np
 
-    from qwenjax.checkpoint.saving import check_space, check_target, save
-    from qwenjax.hf_writer import to_hf
-    from qwenjax.weights import init_params
+    from qwenjax.checkpoint.saving import save_leaves
+    from qwenjax.weights import random_leaves
 
     num_params = inspection_record(config)["num_params"]
     weight_bytes = num_params * np.dtype(str(config.dtype)).itemsize
-    # Everything that can be refused is, before memory is spent on random numbers.
-    to_hf(config, spelling)
-    check_target(folder, overwrite)
-    check_space(folder, weight_bytes)
-    params = init_params(config, seed, str(config.dtype))
-    save(config, params, folder, spelling=spelling, overwrite=overwrite)
+    leaves = random_leaves(config, seed, str(config.dtype))
+    with shown("init", FEW_LINES_S) as progress:
+        save_leaves(config, leaves, folder, spelling=spelling, overwrite=overwrite, progress=progress)
     return {
         "folder": str(folder),
         "model": config.name,

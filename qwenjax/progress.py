@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+FEW_LINES_S = 5.0  # between lines about the arrays of a checkpoint, which are hundreds
 Progress = Callable[[str, float], None]  # what is being done, share of the whole that is behind
 
 
@@ -15,13 +16,18 @@ def silent(what: str, share: float) -> None:
 
 
 @contextmanager
-def shown(title: str) -> Iterator[Progress]:
-    """Shows progress under a title for as long as the block runs."""
+def shown(title: str, pause_s: float = 0.0) -> Iterator[Progress]:
+    """Shows progress under a title for as long as the block runs; `pause_s` lies between two lines, so that many small
+    parts give few, and none if all is done sooner."""
     if not sys.stderr.isatty():
-        start = time.perf_counter()
+        start = last = time.perf_counter()
 
         def write(what: str, share: float) -> None:
-            print(f"{title}: {100 * share:3.0f} % {time.perf_counter() - start:6.1f} s  {what}", file=sys.stderr)
+            nonlocal last
+            now = time.perf_counter()
+            if now - last >= pause_s:
+                last = now
+                print(f"{title}: {100 * share:3.0f} % {now - start:6.1f} s  {what}", file=sys.stderr)
 
         yield write
         return

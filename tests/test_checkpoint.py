@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from safetensors.numpy import load_file, save_file
 
 import qwenjax
 from qwenjax.checkpoint import reading
+from qwenjax.checkpoint.saving import save_leaves
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 
@@ -226,6 +228,7 @@ import json, resource, sys
 import jax, numpy
 import qwenjax
 from qwenjax.checkpoint import reading
+from qwenjax.checkpoint.saving import save_leaves
 jax.device_put(numpy.zeros(8)).block_until_ready()
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
@@ -332,6 +335,44 @@ def test_a_folder_with_files_is_refused_unless_told(tmp_path: Path) -> None:
     names = sorted(path.name for path in target.iterdir())
     assert names == ["config.json", "model.safetensors", "tokenizer.json"]  # no shard of the old one is left
     assert_same(qwenjax.load(target)[1], halved)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 5_000])
+def test_arrays_are_asked_for_one_by_one_and_let_go(tmp_path: Path, max_shard_bytes: int) -> None:
+    """Experts of one array lie in several shards and the array is made once; none outlives the next one's making."""
+    config = ModelConfig.from_hf(config_json("qwen3_moe"))
+    params, made, told = expected(config), [], []
+
+    def leaf_at(layer: int | None, leaf: str) -> Any:
+        assert [name for name, old in made if old() is not None] == []
+        array = (params if layer is None else params["layers"][layer])[leaf] + 0
+        made.append(((layer, leaf), weakref.ref(array)))
+        return array
+
+    options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "progress": lambda *item: told.append(item)}
+    save_leaves(config, leaf_at, tmp_path / "model", **options)
+    assert len({name for name, _ in made}) == len(made) == len(leaves(params))
+    assert [what for what, _ in told] == [leaf if i is None else f"layer {i} {leaf}" for (i, leaf), _ in made]
+    shares = [share for _, share in told]
+    assert (shares == sorted(shares), shares[-1]) == (True, 1)
+    assert_same(qwenjax.load(tmp_path / "model")[1], params)
+
+
+@pytest.mark.parametrize("cut", [KeyboardInterrupt, MemoryError])
+def test_a_save_that_is_cut_off_leaves_what_was_there(tmp_path: Path, cut: type[BaseException]) -> None:
+    config = tiny.config()
+    params = tiny.params(config)
+    qwenjax.save(config, params, tmp_path / "model")
+
+    def leaf_at(layer: int | None, leaf: str) -> Any:
+        if layer == 1:
+            raise cut
+        return (params if layer is None else params["layers"][layer])[leaf] * 0
+
+    with pytest.raises(cut):
+        save_leaves(config, leaf_at, tmp_path / "model", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert_same(qwenjax.load(tmp_path / "model")[1], params)
 
 
 def test_nothing_is_left_of_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

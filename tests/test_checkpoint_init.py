@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cli_run import figures, run, text_of
 
 import qwenjax
 from qwenjax.config import ModelConfig
+from qwenjax.weights import random_leaves
 from roofline.count import count_params
 
 MODEL_TYPES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -114,3 +116,23 @@ def test_a_model_that_no_disk_holds_is_refused_at_once(tmp_path: Path) -> None:
     needed = 4 * count_params(ModelConfig.from_hf(config)).num_params
     assert result.stderr.startswith(f"{out}: needs {needed} bytes, and the disk has ")
     assert not out.exists()
+
+
+def test_progress_goes_to_stderr_in_few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = written(tmp_path, config_json("qwen3"))
+    quiet = run("qwenjax init", source, "-o", str(tmp_path / "quiet"), "--json")
+    assert quiet.stderr == "", "what is done within seconds has no line"
+    monkeypatch.setattr("qwenjax.cli_init.FEW_LINES_S", 0.0)
+    result = run("qwenjax init", source, "-o", str(tmp_path / "model"), "--json")
+    assert json.loads(result.stdout)["folder"] == str(tmp_path / "model")
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3 + 3 * 8  # arrays outside the layers and in them
+    assert re.fullmatch(r"init: 100 % +\d+\.\d s  lm_head", lines[-1])
+
+
+def test_each_array_alone_is_that_of_the_whole() -> None:
+    config = ModelConfig.from_hf(config_json("qwen2_moe"))
+    params, leaf_at = qwenjax.init_params(config, 3, "bfloat16"), random_leaves(config, 3, "bfloat16")
+    for layer, leaf in ((2, "experts_down_proj"), (0, "router"), (1, "qkv_bias"), (None, "lm_head")):
+        whole = (params if layer is None else params["layers"][layer])[leaf]
+        np.testing.assert_array_equal(leaf_at(layer, leaf), whole)

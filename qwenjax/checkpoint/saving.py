@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -23,9 +24,11 @@ from qwenjax.hf_writer import Spelling, to_hf
 from qwenjax.progress import Progress, silent
 from qwenjax.weights import Params, param_shapes
 
+Array = np.ndarray[Any, np.dtype[Any]]
 STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 MAX_SHARD_BYTES = 5_000_000_000
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+LeafAt = Callable[[int | None, str], Any]  # an array of the parameter tree by its layer, None outside them, and name
 
 
 def save(
@@ -44,12 +47,36 @@ def save(
     all is written. One that holds files is refused, unless `overwrite`: then config and weights are replaced, and
     other files, such as the tokenizer's, stay.
     """
-    target = Path(folder)
+    check_target(Path(folder), overwrite)
+    dtype = _check_params(config, params)
+
+    def leaf_at(layer: int | None, leaf: str) -> Any:
+        # A JAX array keeps the host copy that is made of it: the copy's goes with the copy.
+        return (params if layer is None else params["layers"][layer])[leaf].copy()
+
+    options = {"spelling": spelling, "max_shard_bytes": max_shard_bytes, "overwrite": overwrite}
+    save_leaves(replace(config, dtype=dtype), leaf_at, folder, **options, progress=progress)  # type: ignore[arg-type]
+
+
+def save_leaves(
+    config: ModelConfig,
+    leaf_at: LeafAt,
+    folder: str | os.PathLike[str],
+    *,
+    spelling: Spelling = "4.x",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Writes the same checkpoint from arrays that are asked for one by one, as they are written, in config.dtype.
+
+    One array is held at a time, so that a model may be larger than memory.
+    """
+    target, dtype = Path(folder), str(config.dtype)
     check_target(target, overwrite)
     if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
         raise InputError("max_shard_bytes", max_shard_bytes, "must be a positive integer", "Qwen's shards: 5000000000.")
-    dtype = _check_params(config, params)
-    data = to_hf(replace(config, dtype=dtype), spelling)
+    data = to_hf(config, spelling)
     tensors = _by_layer(config)
     size = np.dtype(dtype).itemsize
     shards = _split(tensors, max_shard_bytes // size)
@@ -59,7 +86,7 @@ def save(
         partial = target.parent / f".{target.name}.{token_hex(4)}.partial"
         partial.mkdir()
         try:
-            _write(partial, data, params, shards, dtype, progress)
+            _write(partial, data, shards, dtype, _arrays(leaf_at, tensors, progress))
             _publish(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -153,19 +180,26 @@ def _split(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
     return shards
 
 
+def _arrays(leaf_at: LeafAt, tensors: Sequence[Tensor], progress: Progress) -> Iterator[Array]:
+    """The tensors one after another as host arrays; those of one leaf follow each other, and each leaf comes once."""
+    behind, total = 0, sum(prod(tensor.stored_shape) for tensor in tensors)
+    for (layer, leaf), of_leaf in groupby(tensors, key=lambda tensor: (tensor.layer, tensor.leaf)):
+        whole = np.asarray(leaf_at(layer, leaf))
+        for tensor in of_leaf:
+            yield whole[tensor.place]
+            behind += prod(tensor.stored_shape)
+        del whole  # before the next one is made
+        progress(leaf if layer is None else f"layer {layer} {leaf}", behind / total)
+
+
 def _write(
-    folder: Path,
-    config: dict[str, Any],
-    params: Params,
-    shards: Sequence[Sequence[Tensor]],
-    dtype: str,
-    progress: Progress,
+    folder: Path, config: dict[str, Any], shards: Sequence[Sequence[Tensor]], dtype: str, arrays: Iterator[Array]
 ) -> None:
     count, size = len(shards), np.dtype(dtype).itemsize
     names = [SINGLE_FILE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    for i, (name, tensors) in enumerate(zip(names, shards, strict=True), 1):
-        _write_shard(folder / name, params, tensors, dtype)
-        progress(name, i / count)
+    for name, tensors in zip(names, shards, strict=True):
+        _write_shard(folder / name, tensors, dtype, arrays)
+    next(arrays, None)  # the last array's progress
     if count > 1:
         weight_map = {t.key: name for name, tensors in zip(names, shards, strict=True) for t in tensors}
         total = sum(prod(t.stored_shape) for tensors in shards for t in tensors) * size
@@ -178,7 +212,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_shard(path: Path, params: Params, tensors: Sequence[Tensor], dtype: str) -> None:
+def _write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, arrays: Iterator[Array]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
@@ -193,12 +227,8 @@ def _write_shard(path: Path, params: Params, tensors: Sequence[Tensor], dtype: s
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        held, whole = None, np.empty(0)
-        for tensor in tensors:
-            leaf = (params if tensor.layer is None else params["layers"][tensor.layer])[tensor.leaf]
-            if leaf is not held:  # tensors of one leaf follow each other, and each leaf leaves the device once
-                held, whole = leaf, np.asarray(leaf.copy())  # a JAX array keeps its host copy: the copy's goes with it
-            file.write(np.ascontiguousarray(whole[tensor.place]).view(np.uint8).data)
+        for _ in tensors:
+            file.write(np.ascontiguousarray(next(arrays)).view(np.uint8).data)
 
 
 def _publish(partial: Path, target: Path) -> None:
