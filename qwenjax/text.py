@@ -39,11 +39,12 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, with the special tokens that the tokenizer adds itself (Qwen's adds none)."""
-        return list(self.tokenizer.encode(text).ids)
+        return list(self.tokenizer.encode(_unicode(text)).ids)
 
     def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
         """Ids of a conversation, ending where the assistant's answer begins."""
-        return list(self.tokenizer.encode(self.render_chat(messages, **variables), add_special_tokens=False).ids)
+        text = _unicode(self.render_chat(messages, **variables))
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render_chat(
         self,
@@ -72,6 +73,15 @@ class Text:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids. Special tokens are left out unless asked for; ids beyond the tokenizer have no text."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def _unicode(text: str) -> str:
+    """The text, unless it holds half a surrogate pair: what a shell hands on of bytes that aren't UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError("text", text, "isn't UTF-8, which tokenizers read", "Write it in UTF-8.") from None
+    return text
 
 
 def load_text(folder: Folder) -> Text:
@@ -142,7 +152,11 @@ def _matching(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _optional_json(path: Path) -> Mapping[str, Any]:
-    return read_json(path) if path.is_file() else {}
+    try:
+        return read_json(path) if path.is_file() else {}
+    except InputError as error:  # whose remedies are for config.json
+        remedy = "Correct the file or download it again."
+        raise InputError(error.field, error.value, error.problem, remedy) from None
 
 
 def _content(token: Any) -> str:
@@ -153,11 +167,15 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's: one text, or named ones of which `default` counts."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"can't be read ({error.strerror if isinstance(error, OSError) else error.reason})"
+            raise InputError(str(file), None, problem, "Download the file again.") from None
     value = settings.get("chat_template")
     if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value if {"name", "template"} <= set(entry)}
-        value = named.get("default")
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        value = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
     if value is not None and not isinstance(value, str):
         raise InputError(
             f"{folder / 'tokenizer_config.json'}: chat_template", value, "must be text", "Write the template itself."
@@ -201,9 +219,12 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         return str(environment.from_string(template).render(**variables))
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
         raise InputError(
-            "chat_template", None, f"can't write this conversation ({error})", "Change the messages or the template."
+            "chat_template",
+            None,
+            f"can't write this conversation ({str(error).rstrip('.')})",
+            "Change the messages or the template.",
         ) from None
 
 

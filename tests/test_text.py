@@ -129,6 +129,10 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
         "{% if %}",
         "{{ messages + 1 }}",
         "{{ raise_exception('no such role') }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 1 // 0 }}",
+        "{{ 'a'.encode('no such code') }}",
     ],
 )
 def test_a_template_cannot_leave_its_sandbox_and_its_errors_are_messages(tmp_path: Path, template: str) -> None:
@@ -137,6 +141,37 @@ def test_a_template_cannot_leave_its_sandbox_and_its_errors_are_messages(tmp_pat
     assert message.startswith("chat_template: can't write this conversation (")
     assert message.endswith("). Change the messages or the template.")
     assert "raise" not in template or "(no such role)" in message
+
+
+def test_a_template_that_is_no_text_is_told_by_its_file(tmp_path: Path) -> None:
+    file = tiny_text.write_text_files(tmp_path) / "chat_template.jinja"
+    file.write_bytes(b"\xff\xfe")
+    assert message_of(load_text, tmp_path) == f"{file}: can't be read (invalid start byte). Download the file again."
+    file.unlink()
+    text = load_text(tiny_text.write_text_files(tmp_path, chat_template=[7, {"name": "default"}]))
+    assert text.chat_template is None
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[1]", "holds a JSON list, not an object"),
+        ("{", "isn't valid JSON (Expecting property name enclosed in double quotes, line 1 column 2)"),
+    ],
+)
+def test_settings_that_are_no_object_are_told_by_their_file(tmp_path: Path, content: str, told: str) -> None:
+    file = tiny_text.write_text_files(tmp_path) / "tokenizer_config.json"
+    file.write_text(content)
+    assert message_of(load_text, tmp_path) == f"{file}: {told}. Correct the file or download it again."
+
+
+def test_bytes_that_are_no_text_are_refused(text: Text) -> None:
+    """A shell hands on what isn't UTF-8 as lone surrogates."""
+    told = "text = 'a\\udc80': isn't UTF-8, which tokenizers read. Write it in UTF-8."
+    assert message_of(text.encode, "a\udc80") == told
+    message = message_of(text.encode_chat, [{"role": "user", "content": "a\udc80"}])
+    assert message.startswith("text = '<|im_start|>user")
+    assert "\\udc80" in message
 
 
 # Ends
