@@ -77,9 +77,7 @@ def _context(config: ModelConfig) -> dict[str, Any]:
     if scaling is None:
         text = f"{stated} positions, as max_position_embeddings says; no RoPE scaling stretches them"
         if config.model_type.startswith("qwen3") and stated == _QWEN3_POSITIONS:
-            text += (
-                "; Qwen3's model cards call 32768 of them native, and stretch those to 131072 with YaRN and factor 4"
-            )
+            text += "; Qwen3's model cards call 32768 of them native, which YaRN stretches 4 times to 131072"
         return {**lengths, "original_max_position_embeddings": None, "scaled_positions": None, "explanation": text}
     original, kind = scaling.original_max_position_embeddings, {"yarn": "YaRN"}.get(scaling.rope_type, "linear scaling")
     scaled = int(scaling.factor * original)
