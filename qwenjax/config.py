@@ -23,7 +23,8 @@ from qwenjax.rope_config import RopeScaling
 class ModelConfig:
     """One decoder of the four architectures. Field names are Hugging Face's; sizes are element counts.
 
-    `from_hf` reads a config.json; the constructor checks that the sizes fit together.
+    `from_hf` reads a config.json; the constructor checks that the sizes fit together. eos_token_id has the ids of the
+    generation_config.json beside it too.
     """
 
     model_type: str
@@ -152,12 +153,25 @@ def load_config(source: str | os.PathLike[str]) -> ModelConfig:
 
 
 def _from_file(path: Path) -> ModelConfig:
-    folder_name = path.resolve().parent.name if path.name == "config.json" else path.stem
     fields = read_fields(read_json(path))
-    beside = path.with_name("hf_quant_config.json")
-    if fields["quantization"] is None and path.name == "config.json" and beside.is_file():
-        fields["quantization"] = read_hf_quant_config(read_json(beside))
-    return ModelConfig(**fields, name=folder_name)
+    if path.name != "config.json":
+        return ModelConfig(**fields, name=path.stem)
+    quantized, generation = path.with_name("hf_quant_config.json"), path.with_name("generation_config.json")
+    if fields["quantization"] is None and quantized.is_file():
+        fields["quantization"] = read_hf_quant_config(read_json(quantized))
+    if generation.is_file():  # chat models end their turns with an id that only this file names
+        ids = (*read_eos_ids(generation, read_json(generation)), *fields["eos_token_id"])
+        fields["eos_token_id"] = tuple(dict.fromkeys(ids))
+    return ModelConfig(**fields, name=path.resolve().parent.name)
+
+
+def read_eos_ids(path: Path, data: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids that end a text by the word of one of a checkpoint's JSON files: an id, a list of them, or none."""
+    value = data.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(plain_integer(token) and 0 <= token < 2**31 for token in ids):
+        raise InputError(f"{path}: eos_token_id", value, "must be an id or a list of ids", "Write [] or null for none.")
+    return tuple(ids)
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -15,9 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwenjax.config import read_json
+from qwenjax.config import read_eos_ids, read_json
 from qwenjax.errors import InputError
-from qwenjax.field_reader import plain_integer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,13 +107,7 @@ def eos_ids(folder: Folder) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        value = _optional_json(path).get("eos_token_id")
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(plain_integer(token) and 0 <= token < 2**31 for token in ids):
-            raise InputError(
-                f"{path}: eos_token_id", value, "must be an id or a list of ids", "Write [] or null for none."
-            )
-        found.update(dict.fromkeys(ids))
+        found.update(dict.fromkeys(read_eos_ids(path, _optional_json(path))))
     return tuple(found)
 
 

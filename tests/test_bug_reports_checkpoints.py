@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hf_bridge
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from checkpoint_files import BFLOAT16, State, assert_same, fused, leaves, write_file, write_folder, write_index
+from checkpoint_files import BFLOAT16, State, assert_same, leaves, write_file, write_folder, write_index
 from cli_run import figures, run, text_of
 from config_base import BASES, DROP, QWEN2, QWEN3, QWEN3_MOE, Json, changed
 
@@ -147,7 +148,7 @@ def test_one_checkpoint_in_every_layout(tmp_path: Path, base: Json, files: str, 
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_fused_experts_without_the_prefix(tmp_path: Path, bare: bool) -> None:
-    state = fused(state_of(QWEN3_MOE))
+    state = hf_bridge.fused_experts(state_of(QWEN3_MOE))
     folder = write_folder(tmp_path, QWEN3_MOE, {k.removeprefix("model.") if bare else k: v for k, v in state.items()})
     config, params = qwenjax.load(folder, "float32")
     assert_same(params, tiny.params(config))
@@ -205,6 +206,44 @@ def test_a_bias_that_no_key_states_is_loaded_and_never_optional(
     _, params = qwenjax.load(folder_of(tmp_path / "with", data), "float32")
     biases = leaves(params)[".layers.1.qkv_bias"]
     assert float(jnp.abs(biases).min()) > 0
+
+
+# 29: the ids that end a text are those of two files
+
+
+@pytest.mark.parametrize(
+    ("generation", "own", "expected"),
+    [
+        ([7, 5], 5, (7, 5)), (7, [5, 9], (7, 5, 9)), (7, DROP, (7,)), (None, 5, (5,)), ([], None, ()), (DROP, 5, (5,)),
+        (0, 5, (0, 5)),
+    ],
+)  # fmt: skip
+def test_a_loaded_config_ends_where_either_file_says(tmp_path: Path, generation: Any, own: Any, expected: Any) -> None:
+    folder = folder_of(tmp_path / "a", changed(QWEN3, eos_token_id=own))
+    (folder / "generation_config.json").write_text(json.dumps(changed({"top_k": 1}, eos_token_id=generation)))
+    config, params = qwenjax.load(folder, "float32")
+    assert config.eos_token_id == ModelConfig.from_hf(folder / "config.json").eos_token_id == expected
+    assert figures("qwenjax inspect", str(folder))["config"]["eos_token_id"] == list(expected)
+    if generation == [7, 5]:
+        prompts = [[1, 2, 3], [4, 5]]
+        free = qwenjax.generate(config, params, prompts, max_new_tokens=6, eos=[])
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[0][1], free[1][3]]}))
+        ended = qwenjax.generate(ModelConfig.from_hf(folder), params, prompts, max_new_tokens=6)
+        ends = {free[0][1], free[1][3], 5}
+        wanted = [row[: next((i for i, token in enumerate(row) if token in ends), 5) + 1] for row in free]
+        assert ended == wanted
+        assert sum(map(len, wanted)) < 12
+        qwenjax.save(ModelConfig.from_hf(folder), params, tmp_path / "again")
+        assert ModelConfig.from_hf(tmp_path / "again").eos_token_id == ModelConfig.from_hf(folder).eos_token_id
+
+
+def test_a_generation_config_that_says_nonsense_is_named(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, QWEN3)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": "<|im_end|>"}))
+    assert message_of(ModelConfig.from_hf, folder) == (
+        f"{file}: eos_token_id = '<|im_end|>': must be an id or a list of ids. Write [] or null for none."
+    )
 
 
 # L1, L3: nothing is guessed
