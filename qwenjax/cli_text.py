@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qwenjax.calibration import calibrated_bandwidth_bytes_per_s
-from qwenjax.command_line import say, show, write_out
-from qwenjax.config import ModelConfig
+from qwenjax.command_line import say, show
 from qwenjax.errors import InputError
 from qwenjax.hf_reader import DTYPES
+from qwenjax.progress import FEW_LINES_S, shown
+from qwenjax.recommended import FILE, recommended_sampling, told
+from qwenjax.session import Checkpoint, Session, check_number, speed_text
 from qwenjax.tables import Table
 
 if TYPE_CHECKING:
     from qwenjax.generation import Options
     from qwenjax.text import Text
-    from qwenjax.weights import Params
 
 FolderArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="A checkpoint folder, or a model of the hub as owner/name.")
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's.")]
+KvDtypeOption = Annotated[
+    str | None, typer.Option(help="Of keys and values in the cache, such as float8_e4m3fn; default: the weights'.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint in memory, with its text side and the ids that end a text."""
-
-    config: ModelConfig
-    params: Params
-    text: Text
-    eos: tuple[int, ...]
 
 
 def generate(
     folder: FolderArgument,
     prompt: Annotated[list[str], typer.Option(help="What to continue; may be given several times.")],
     max_new_tokens: Annotated[int, typer.Option(min=0, help="The most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(help="0, the default, takes the most likely token.", show_default=False)
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample from the most likely that hold this share.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop what is less likely than this share of the best.")] = None,
@@ -49,7 +46,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the first prompt; each further one takes the next.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user, in the checkpoint's chat template.")] = False,
+    checkpoint_sampling: Annotated[
+        bool, typer.Option("--checkpoint-sampling", help="Sample as generation_config.json says, where no option does.")
+    ] = False,
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Text that continues each prompt, as it comes; then tokens/s and bytes/s.
@@ -58,26 +59,34 @@ def generate(
     qwenjax generate path/to/Qwen3-0.6B --prompt "Once upon a time"
     qwenjax generate path/to/Qwen3-0.6B --chat --prompt "Who are you?" --temperature 0.7 --top-p 0.8 --json
     """
-    from qwenjax.generation import Options
-
-    checkpoint = _load(folder, dtype)
-    options = Options(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, eos=checkpoint.eos
-    )  # fmt: skip
-    encoded = [_encode(checkpoint.text, text, chat) for text in prompt]
-    session = Session(checkpoint, encoded, options, stop or [], loud=not as_json)
-    session.run()
-    record = session.record(prompt)
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    path = _checked(folder, dtype, kv_dtype)
+    sampling = _sampling(path, given, checkpoint_sampling, seed, len(prompt))
+    with enough_memory():
+        checkpoint = _load(path, dtype)
+        encoded = [_encode(checkpoint.text, text, chat) for text in prompt]
+        options = _options(checkpoint, encoded, sampling, max_new_tokens, seed, kv_dtype)
+        session = Session(checkpoint, encoded, options, stop or [], loud=not as_json)
+        session.run()
+    record = {**session.record(prompt), "sampling": sampling}
+    _say_full(record, checkpoint.config.context_length)
     if as_json:
         show(record, lambda _: (), as_json=True)
     else:
-        say(_speed_text(record))
+        say(speed_text(record))
 
 
 def score(
     folder: FolderArgument,
     text: Annotated[Path, typer.Option(metavar="FILE", help="The text to score, in UTF-8.")],
     dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Log-probability of each token of a text given those before it, and the perplexity.
@@ -86,22 +95,88 @@ def score(
     qwenjax score path/to/Qwen3-0.6B --text story.txt
     """
     words = _read_text(text)
-    checkpoint = _load(folder, dtype)
-    record = _score_record(checkpoint, words)
+    with enough_memory():
+        record = _score_record(_load(_checked(folder, dtype, kv_dtype), dtype), words, text, kv_dtype)
     show(record, _score_text, as_json)
 
 
-def _load(folder: str, dtype: str | None) -> Checkpoint:
-    # Here, so that other commands start without JAX.
+@contextmanager
+def enough_memory() -> Iterator[None]:
+    """Tells by one message that the device or the machine has too little memory for what runs inside."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # JAX's is a RuntimeError
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = (str(error).strip().splitlines() or ["out of memory"])[0].rstrip(".")
+        remedy = "Ask for fewer tokens or prompts, or a narrower --dtype or --kv-dtype."
+        raise InputError("memory", None, f"isn't enough ({first_line})", remedy) from None
+
+
+def _checked(folder: str, dtype: str | None, kv_dtype: str | None) -> Path:
+    """The folder on this machine, once the dtypes are known to be some."""
+    # Here and below, so that other commands start without JAX.
+    from qwenjax.cache import check_cache_dtype
     from qwenjax.checkpoint.hub import local_folder
-    from qwenjax.checkpoint.loading import load
-    from qwenjax.text import eos_ids, load_text
 
     if dtype is not None and dtype not in DTYPES:
         raise InputError("--dtype", dtype, "is not a dtype of weights", f"Known: {', '.join(DTYPES)}.")
-    path = local_folder(folder)
-    text, eos = load_text(path), eos_ids(path)  # the small files first: their errors come before the long read
-    return Checkpoint(*load(path, dtype), text, eos)
+    if kv_dtype is not None:
+        check_cache_dtype(kv_dtype, "--kv-dtype")
+    return local_folder(folder)
+
+
+def _load(folder: Path, dtype: str | None) -> Checkpoint:
+    from qwenjax.checkpoint.loading import load
+    from qwenjax.text import eos_ids, load_text
+
+    text, eos = load_text(folder), eos_ids(folder)  # the small files first: their errors come before the long read
+    with shown("load", FEW_LINES_S) as progress:
+        return Checkpoint(*load(folder, dtype, progress=progress), text, eos)
+
+
+def _sampling(folder: Path, given: dict[str, Any], wanted: bool, seed: int, rows: int) -> dict[str, Any]:
+    """The settings in force: options, then the checkpoint's own if wanted; says on stderr what has no effect."""
+    from qwenjax.sampling import sampling_of
+
+    stated = {name: value for name, value in given.items() if value is not None}
+    recommended = {name: value for name, value in recommended_sampling(folder).items() if name not in stated}
+    sampling = {"temperature": 0.0, **(recommended if wanted else {}), **stated}
+    sampling_of(rows, seed=seed, **sampling)  # what can't be is refused before the weights are read
+    if recommended and wanted:
+        say(f"from {FILE}: {told(recommended)}")
+    elif recommended:
+        say(f"ignored: {FILE} recommends {told(recommended)}; --checkpoint-sampling takes them")
+    idle = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p", "min_p") if name in stated]
+    if idle and sampling["temperature"] == 0:
+        say(f"ignored: {', '.join(idle)}: at temperature 0 the most likely token is taken")
+    return sampling
+
+
+def _options(
+    checkpoint: Checkpoint,
+    prompts: list[list[int]],
+    sampling: dict[str, Any],
+    max_new_tokens: int,
+    seed: int,
+    kv_dtype: str | None,
+) -> Options:
+    """Options that keep every row within the model's context length."""
+    from qwenjax.generation import Options
+
+    limit, longest = checkpoint.config.context_length, max(map(len, prompts))
+    if longest > limit:
+        problem = f"has {longest} tokens, and the model's context length is {limit}"
+        raise InputError("--prompt", None, problem, "Shorten it, or let rope_scaling in config.json stretch the model.")
+    options = Options(max_new_tokens, seed=seed, eos=checkpoint.eos, kv_dtype=kv_dtype, **sampling)
+    beyond = longest + max_new_tokens - 1 > limit  # the last token isn't run, and needs no place
+    return replace(options, max_new_tokens=min(max_new_tokens, limit + 1), capacity=limit) if beyond else options
+
+
+def _say_full(record: dict[str, Any], limit: int) -> None:
+    full = [str(i) for i, row in enumerate(record["rows"], 1) if row["stopped_by"] == "cache_full"]
+    if full:
+        say(f"ended: the model's context length of {limit} tokens is reached in row {', '.join(full)}")
 
 
 def _encode(text: Text, prompt: str, chat: bool) -> list[int]:
@@ -109,139 +184,6 @@ def _encode(text: Text, prompt: str, chat: bool) -> list[int]:
     if not ids:
         raise InputError("--prompt", prompt, "has no tokens", "Write something to continue.")
     return ids
-
-
-class Session:
-    """One run of `generate`: text of each row as it comes, printed row after row, and what it took."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, prompts: list[list[int]], options: Options, stop: Sequence[str], loud: bool
-    ) -> None:
-        from qwenjax.text import TextStream
-
-        self.checkpoint, self.prompts, self.options = checkpoint, prompts, options
-        self.streams = [TextStream(checkpoint.text, stop) for _ in prompts]
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.log_probs: list[list[float]] = [[] for _ in prompts]
-        self.texts = ["" for _ in prompts]
-        self.step_ends: list[float] = []
-        self.start = 0.0
-        self._loud = loud
-        self._printed = [0 for _ in prompts]
-
-    def run(self) -> None:
-        from qwenjax.generation import stream
-
-        self.start = time.perf_counter()
-        for new in stream(self.checkpoint.config, self.checkpoint.params, self.prompts, self.options, self._take):
-            self.step_ends.append(time.perf_counter())
-            for row, token in enumerate(new):
-                if token is not None:
-                    self.log_probs[row].append(token.log_prob)
-            self._print()
-        for row, stream_ in enumerate(self.streams):
-            self.texts[row] += stream_.finish()
-        self._print(whole=True)
-
-    def _take(self, row: int, token: int) -> bool:
-        self.tokens[row].append(token)
-        self.texts[row] += self.streams[row].push(token)
-        return self.streams[row].stopped
-
-    def _print(self, whole: bool = False) -> None:
-        """What is new of the first text; the others follow once they are whole, so that texts don't mix."""
-        for row in range(len(self.texts) if whole else 1) if self._loud else ():
-            if row and not self._printed[row]:
-                write_out("\n")
-            write_out(self.texts[row][self._printed[row] :])
-            self._printed[row] = len(self.texts[row])
-        if whole and self._loud:
-            write_out("\n")
-
-    def record(self, prompts: Sequence[str]) -> dict[str, Any]:
-        rows = [
-            {
-                "prompt": prompt,
-                "prompt_tokens": len(self.prompts[i]),
-                "text": self.texts[i],
-                "tokens": self.tokens[i],
-                "log_probs": self.log_probs[i],
-                "stopped_by": self._reason(i),
-            }
-            for i, prompt in enumerate(prompts)
-        ]
-        return {"rows": rows, "dtype": self.checkpoint.params["embed_tokens"].dtype.name, **self._speed()}
-
-    def _reason(self, row: int) -> str:
-        tokens = self.tokens[row]
-        if self.streams[row].stopped:
-            return "stop"
-        return "eos" if tokens and tokens[-1] in self.checkpoint.eos else "max_new_tokens"
-
-    def _speed(self) -> dict[str, Any]:
-        """Time to the first token, and rates of the steps after the second, which compiled the step: null if none."""
-        first_s = self.step_ends[0] - self.start if self.step_ends else None
-        steps = range(2, len(self.step_ends))
-        seconds = self.step_ends[-1] - self.step_ends[1] if steps else 0.0
-        tokens = sum(1 for step in steps for row in self.tokens if step < len(row))
-        moved = sum(self._step_bytes(step) for step in steps)
-        roof = calibrated_bandwidth_bytes_per_s()
-        return {
-            "ttft_s": first_s,
-            "decode_steps": len(steps),
-            "decode_s": seconds if steps else None,
-            "tokens_per_s": tokens / seconds if steps else None,
-            "bytes_per_s": moved / seconds if steps else None,
-            # A decode step is bound by what it reads: the share of the bound is that of the bandwidth.
-            "bound_fraction": moved / seconds / roof if steps and roof else None,
-        }
-
-    def _step_bytes(self, step: int) -> int:
-        """What the step that made token number `step` of each row had to read at least: weights, keys and values."""
-        config, params = self.checkpoint.config, self.checkpoint.params
-        held = [len(prompt) + step for prompt, row in zip(self.prompts, self.tokens, strict=True) if step < len(row)]
-        return step_weight_bytes(config, params, len(held)) + sum(held) * kv_token_bytes(config, params)
-
-
-def step_weight_bytes(config: ModelConfig, params: Params, rows: int) -> int:
-    """Bytes of the weights that a decode step of so many rows reads; of experts, at the most those it can choose.
-
-    An untied embedding counts by the rows looked up. Whether rows choose the same experts is left out.
-    """
-    import jax
-
-    table_bytes = int(params["embed_tokens"].nbytes)
-    total = sum(int(leaf.nbytes) for leaf in jax.tree.leaves(params))
-    if not config.tie_word_embeddings:
-        total -= table_bytes - rows * table_bytes // config.vocab_size
-    experts = [
-        leaf for layer in params["layers"].values() for name, leaf in layer.items() if name.startswith("experts_")
-    ]
-    chosen = min(config.num_experts, rows * config.num_experts_per_tok)
-    return total - sum(int(leaf.nbytes) // config.num_experts * (config.num_experts - chosen) for leaf in experts)
-
-
-def kv_token_bytes(config: ModelConfig, params: Params) -> int:
-    """Bytes of keys and values that a token leaves in the cache, all layers."""
-    from qwenjax.cache import cache_shapes
-
-    shapes = cache_shapes(config, 1, 1, params["embed_tokens"].dtype.name)
-    return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in (*shapes.keys, *shapes.values))
-
-
-def _speed_text(record: dict[str, Any]) -> str:
-    count = sum(len(row["tokens"]) for row in record["rows"])
-    if record["tokens_per_s"] is None:
-        return f"{count} tokens, too few to time"
-    return (
-        f"{count} tokens: the first after {record['ttft_s']:.2f} s (compiling included), then "
-        f"{record['tokens_per_s']:.1f} tokens/s, {record['bytes_per_s'] / 1e9:.2f} GB/s, {_bound_text(record)}"
-    )
-
-
-def _bound_text(record: dict[str, Any]) -> str:
-    share = record["bound_fraction"]
-    return "share of the bound unknown: run `roofline calibrate`" if share is None else f"{share:.0%} of the bound"
 
 
 def _read_text(path: Path) -> str:
@@ -253,14 +195,18 @@ def _read_text(path: Path) -> str:
         raise InputError(str(path), None, f"isn't UTF-8 text ({error.reason})", "Save it as UTF-8.") from None
 
 
-def _score_record(checkpoint: Checkpoint, words: str) -> dict[str, Any]:
+def _score_record(checkpoint: Checkpoint, words: str, file: Path, kv_dtype: str | None) -> dict[str, Any]:
     from qwenjax.scoring import perplexity, score_tokens
 
     config, params, text, _ = checkpoint
     ids = text.encode(words)
+    if len(ids) < 2:
+        problem = f"has {len(ids)} tokens, and the first one has no probability"
+        raise InputError(str(file), None, problem, "Give a longer text.")
     if len(ids) > config.context_length:
         say(f"beyond the model: {len(ids)} tokens, and its context length is {config.context_length}")
-    log_probs = score_tokens(config, params, ids)
+    log_probs = score_tokens(config, params, ids, kv_dtype=kv_dtype)
+    check_number(sum(log_probs))
     rows = [
         {"token": token, "text": text.decode([token], skip_special_tokens=False), "log_prob": log_prob}
         for token, log_prob in zip(ids[1:], log_probs, strict=True)

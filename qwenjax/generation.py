@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from qwenjax.cache import KVCache, init_cache
+from qwenjax.cache import KVCache, check_cache_dtype, init_cache
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.field_reader import plain_integer
@@ -29,6 +29,7 @@ Array = jax.Array
 Prompts = Sequence[Sequence[int]]
 Reason = Literal["eos", "max_new_tokens", "cache_full"]
 _SMALLEST_BUCKET = 16
+_MOST = 2**30  # tokens: prompt and new ones together then still have int32 positions
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Options:
     """How to generate. The processors take one value or one for each row; see `qwenjax.sampling`.
 
     eos: the ids that end a row, None for the config's. capacity: tokens that a row may hold in the cache, None for
-    room enough. chunk_tokens: longer prompts are run in pieces of this size.
+    room enough. chunk_tokens: longer prompts are run in pieces of this size. kv_dtype: of the cache, None for that of
+    the parameters.
     """
 
     max_new_tokens: int = 16
@@ -49,6 +51,7 @@ class Options:
     eos: int | Sequence[int] | None = None
     capacity: int | None = None
     chunk_tokens: int = 512
+    kv_dtype: str | None = None
 
 
 class Completion(NamedTuple):
@@ -101,10 +104,21 @@ def generate(
     eos: int | Sequence[int] | None = None,
     capacity: int | None = None,
     chunk_tokens: int = Options.chunk_tokens,
+    kv_dtype: str | None = None,
 ) -> list[list[int]]:
     """New ids of each prompt, an ending eos included. Temperature 0 is greedy; see `Options` for the rest."""
     options = Options(
-        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, eos, capacity, chunk_tokens
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty,
+        seed,
+        eos,
+        capacity,
+        chunk_tokens,
+        kv_dtype,
     )
     return [completion.tokens for completion in complete(config, params, prompts, options)]
 
@@ -175,14 +189,19 @@ def bucket(length: int) -> int:
 
 
 def prefill_rows(
-    config: ModelConfig, params: Params, rows: Prompts, capacity: int, chunk_tokens: int = Options.chunk_tokens
+    config: ModelConfig,
+    params: Params,
+    rows: Prompts,
+    capacity: int,
+    chunk_tokens: int = Options.chunk_tokens,
+    kv_dtype: str | None = None,
 ) -> tuple[Array, KVCache]:
-    """Logits after each prompt's last token, [B, V], and a cache of that capacity, in the dtype of the parameters.
+    """Logits after each prompt's last token, [B, V], and a cache of that capacity, in kv_dtype or the parameters' own.
 
     Up to `chunk_tokens` a bucket of prompts is run at once; longer ones piece after piece against the cache.
     """
     longest = max(map(len, rows))
-    cache = init_cache(config, len(rows), capacity, params["embed_tokens"].dtype.name)
+    cache = init_cache(config, len(rows), capacity, kv_dtype or params["embed_tokens"].dtype.name)
     if bucket(longest) <= chunk_tokens:
         tokens_BT, lengths_B = _padded(rows, min(bucket(longest), capacity))
         first: tuple[Array, KVCache] = prefill(config, params, tokens_BT, lengths_B, cache)
@@ -209,7 +228,7 @@ def _start(config: ModelConfig, params: Params, rules: Rules, rows: list[list[in
     """The state with each row's first new token."""
     longest = max(map(len, rows))
     capacity = options.capacity or _round_up(bucket(longest) + options.max_new_tokens, _SMALLEST_BUCKET)
-    logits_BV, cache = prefill_rows(config, params, rows, capacity, options.chunk_tokens)
+    logits_BV, cache = prefill_rows(config, params, rows, capacity, options.chunk_tokens, options.kv_dtype)
     seen_BV = None
     if rules.sampling.repetition_penalty is not None:
         seen_BV = _seen(*_padded(rows, bucket(longest)), config.vocab_size)
@@ -294,6 +313,10 @@ def _prepare(config: ModelConfig, prompts: Prompts, options: Options) -> tuple[R
         value, least = getattr(options, name), 0 if name == "max_new_tokens" else 1
         if not (plain_integer(value) and value >= least) and not (name == "capacity" and value is None):
             raise InputError(name, value, f"must be an integer, {least} or more", "Change the setting.")
+        if value is not None and value > _MOST:
+            raise InputError(name, value, f"is more than a position can count ({_MOST})", "Change the setting.")
+    if options.kv_dtype is not None:
+        check_cache_dtype(options.kv_dtype, "kv_dtype")
     rows = [check_prompt(f"prompts[{i}]", prompt, config, options.capacity) for i, prompt in enumerate(prompts)]
     sampling = sampling_of(
         len(rows),

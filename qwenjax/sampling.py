@@ -19,6 +19,7 @@ from qwenjax.field_reader import finite_number, plain_integer
 
 Array = jax.Array
 PerRow = float | Sequence[float | None] | None
+_LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)  # below it float32 divides by zero
 
 
@@ -55,12 +56,9 @@ def sampling_of(
     seed = _listed(seed)
     seeds = [seed + i for i in range(batch)] if isinstance(seed, int) else list(seed)
     if len(seeds) != batch or not all(plain_integer(value) and value in integers for value in seeds):
-        raise InputError(
-            "seed",
-            seed,
-            f"must be an integer from 0 to 2**32 - 1, or {batch} of them, one a row",
-            "Choose another seed.",
-        )
+        last = len(seeds) if isinstance(seed, int) else 1  # so that every row's seed fits
+        problem = f"must be an integer from 0 to 2**32 - {last}, or {batch} of them, one a row"
+        raise InputError("seed", seed, problem, "Choose another seed.")
     warm = _per_row("temperature", temperature, batch, 0.0, "0 or more", lambda value: value >= 0)
     counts = _per_row("top_k", top_k, batch, 0, "a whole number, 0 or more", _is_count)
     masses = _per_row("top_p", top_p, batch, 1.0, "from 0 to 1", _is_fraction)
@@ -102,7 +100,9 @@ def _per_row(
 
 def _switch(values: np.ndarray[Any, np.dtype[Any]], off: float, dtype: Any = jnp.float32) -> Array | None:
     """The rows' values, or None where every row leaves the processor off."""
-    return None if np.all(values == off) else jnp.asarray(values, dtype)
+    if np.all(values == off):
+        return None
+    return jnp.asarray(np.asarray(values, np.float64).clip(max=_LARGEST) if dtype == jnp.float32 else values, dtype)
 
 
 def seen_tokens(tokens_BT: Array, lengths_B: Array, vocab_size: int) -> Array:

@@ -21,10 +21,17 @@ from qwenjax.weights import Params
 Array = jax.Array
 
 
-def score_tokens(config: ModelConfig, params: Params, tokens: Sequence[int], piece_tokens: int = 512) -> list[float]:
+def score_tokens(
+    config: ModelConfig,
+    params: Params,
+    tokens: Sequence[int],
+    piece_tokens: int = 512,
+    kv_dtype: str | None = None,
+) -> list[float]:
     """Natural log-probability of every token but the first, in float32, given all tokens before it.
 
     The text runs against a cache in pieces of `piece_tokens`, so that only one piece's logits are held at a time.
+    The cache's dtype is kv_dtype, or that of the parameters.
     """
     ids = check_prompt("tokens", tokens, config, None)
     if len(ids) < 2:
@@ -33,7 +40,7 @@ def score_tokens(config: ModelConfig, params: Params, tokens: Sequence[int], pie
     pieces = -(-len(ids) // width)
     padded_T = np.zeros(pieces * width + 1, np.int32)
     padded_T[: len(ids)] = ids
-    cache = init_cache(config, 1, bucket(pieces * width), params["embed_tokens"].dtype.name)
+    cache = init_cache(config, 1, bucket(pieces * width), kv_dtype or params["embed_tokens"].dtype.name)
     found: list[float] = []
     for start in range(0, pieces * width, width):
         piece_BT, next_BT = (padded_T[None, start + shift : start + shift + width] for shift in (0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from measured_box import box
 
 import qwenjax
 from qwenjax.calibration import calibrated_bandwidth_bytes_per_s
-from qwenjax.cli_text import kv_token_bytes, step_weight_bytes
+from qwenjax.cli import app
+from qwenjax.errors import InputError
 from qwenjax.generation import Options, complete
+from qwenjax.recommended import recommended_sampling
 from qwenjax.scoring import score_tokens
+from qwenjax.session import kv_token_bytes, step_weight_bytes
 from qwenjax.text import load_text
 from roofline.hardware import write_hardware
 
 CONFIG = tiny.config("qwen3", num_hidden_layers=2, vocab_size=300, eos_token_id=5)
 PROMPTS = ("the cat", "größer")
 NEW = 9
+WARM = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # as Qwen3's
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +170,159 @@ def test_what_cannot_be_used_is_one_message(folder: Path, tmp_path: Path) -> Non
     assert refusal(*generated(folder, "--prompt", "a", "--dtype", "int4")) == (
         "--dtype = 'int4': is not a dtype of weights. Known: float32, bfloat16, float16.\n"
     )
+    assert refusal(*generated(folder, "--prompt", "a", "--kv-dtype", "int8")) == (
+        "--kv-dtype = 'int8': is no dtype of keys and values. Choose bfloat16, float32 or float8_e4m3fn.\n"
+    )
+    assert refusal(*generated(folder, "--prompt", "a", "--prompt", "b", "--seed", str(2**32 - 1))) == (
+        f"seed = {2**32 - 1}: must be an integer from 0 to 2**32 - 2, or 2 of them, one a row. Choose another seed.\n"
+    )
+    assert refusal(*generated(folder, "--prompt", "a\udc80")) == (
+        "text = 'a\\udc80': isn't UTF-8, which tokenizers read. Write it in UTF-8.\n"
+    )
+    for words, count in (("", 0), ("a", 1)):
+        file.write_text(words)
+        assert refusal("qwenjax score", str(folder), "--text", str(file)) == (
+            f"{file}: has {count} tokens, and the first one has no probability. Give a longer text.\n"
+        )
     assert refusal(*generated(tmp_path, "--prompt", "a")) == (
         f"{tmp_path}: the folder has no tokenizer.json. Save the tokenizer in its fast form there.\n"
     )
+
+
+def test_a_text_ends_at_the_context_length(folder: Path) -> None:
+    """512 positions: a prompt of 508 tokens leaves four, and the fifth token isn't run; a longer one is refused."""
+    ids = load_text(folder).encode("cat " * 600)[:508]
+    prompt = load_text(folder).decode(ids)
+    assert load_text(folder).encode(prompt) == ids
+    asked = ["--prompt", prompt, "--prompt", "a"]
+    result = cli_run.run("qwenjax generate", str(folder), *asked, "--max-new-tokens", "9", "--json")
+    assert result.status == 0
+    assert result.stderr == "ended: the model's context length of 512 tokens is reached in row 1\n"
+    rows = json.loads(result.stdout)["rows"]
+    assert [(len(row["tokens"]), row["stopped_by"]) for row in rows] == [(5, "cache_full"), (9, "max_new_tokens")]
+    record = cli_run.figures("qwenjax generate", str(folder), "--prompt", prompt, "--max-new-tokens", str(10**20))
+    assert record["rows"][0]["tokens"] == rows[0]["tokens"]
+    assert refusal(*generated(folder, "--prompt", prompt + " cat" * 5)) == (
+        "--prompt: has 513 tokens, and the model's context length is 512. "
+        "Shorten it, or let rope_scaling in config.json stretch the model.\n"
+    )
+
+
+def test_a_cache_dtype_of_its_own(folder: Path, tmp_path: Path) -> None:
+    text, params = load_text(folder), tiny.params(CONFIG)
+    record = cli_run.figures(*generated(folder, "--prompt", PROMPTS[0], "--kv-dtype", "float8_e4m3fn"))
+    options = Options(max_new_tokens=NEW, eos=[5], kv_dtype="float8_e4m3fn")
+    completion = complete(CONFIG, params, [text.encode(PROMPTS[0])], options)[0]
+    assert (record["dtype"], record["kv_dtype"]) == ("float32", "float8_e4m3fn")
+    assert record["rows"][0]["tokens"] == completion.tokens
+    assert kv_token_bytes(CONFIG, params) == 4 * kv_token_bytes(CONFIG, params, "float8_e4m3fn")
+    file = tmp_path / "words.txt"
+    file.write_text(tiny_text.CORPUS[0], encoding="utf-8")
+    narrow, wide = (
+        cli_run.figures("qwenjax score", str(folder), "--text", str(file), "--kv-dtype", dtype)["perplexity"]
+        for dtype in ("float8_e4m3fn", "float32")
+    )
+    assert narrow == pytest.approx(wide, rel=0.2)
+    assert narrow != wide
+
+
+@pytest.fixture
+def recommending(folder: Path) -> Iterator[Path]:
+    file = folder / "generation_config.json"
+    stated = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9, "repetition_penalty": 1.1}
+    file.write_text(json.dumps(stated), encoding="utf-8")
+    yield folder
+    file.unlink()
+
+
+def test_what_the_checkpoint_recommends_is_told_and_taken_where_asked(recommending: Path, expected: Any) -> None:
+    asked = [*generated(recommending, "--prompt", PROMPTS[0]), "--json"]
+    greedy = cli_run.run(*asked)
+    assert json.loads(greedy.stdout)["rows"][0]["tokens"] == expected[1][0].tokens
+    assert json.loads(greedy.stdout)["sampling"] == {"temperature": 0}
+    assert greedy.stderr == (
+        "ignored: generation_config.json recommends temperature 1.5, top_k 40, top_p 0.9, repetition_penalty 1.1; "
+        "--checkpoint-sampling takes them\n"
+    )
+    taken = cli_run.run(*asked, "--checkpoint-sampling", "--top-p", "0.7", "--seed", "3")
+    assert taken.stderr == "from generation_config.json: temperature 1.5, top_k 40, repetition_penalty 1.1\n"
+    sampling = {"temperature": 1.5, "top_k": 40, "top_p": 0.7, "repetition_penalty": 1.1}
+    assert json.loads(taken.stdout)["sampling"] == sampling
+    ids = load_text(recommending).encode(PROMPTS[0])
+    options = Options(max_new_tokens=NEW, seed=3, eos=[5], **sampling)  # type: ignore[arg-type]
+    tokens = complete(CONFIG, tiny.params(CONFIG), [ids], options)[0].tokens
+    assert json.loads(taken.stdout)["rows"][0]["tokens"] == tokens != expected[1][0].tokens
+
+
+def test_options_without_an_effect_are_told(folder: Path) -> None:
+    result = cli_run.run(*generated(folder, "--prompt", "a", "--top-p", "0.5", "--min-p", "0.1", "--json"))
+    assert result.stderr == "ignored: --top-p, --min-p: at temperature 0 the most likely token is taken\n"
+    warm = cli_run.run(*generated(folder, "--prompt", "a", "--top-p", "0.5", "--temperature", "1", "--json"))
+    assert warm.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("stated", "settings"),
+    [
+        ({"do_sample": True, **WARM}, WARM),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": None, "top_k": 0, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
+        ({"do_sample": True, "temperature": 0.5, "top_p": 1}, {"temperature": 0.5}),
+        ({"do_sample": False, **WARM}, {}),
+        ({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"eos_token_id": 3, "repetition_penalty": 1.0}, {}),
+        ({}, {}),
+    ],
+)
+def test_recommended_settings_are_read_as_transformers_does(tmp_path: Path, stated: Any, settings: Any) -> None:
+    assert recommended_sampling(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    assert recommended_sampling(tmp_path) == settings
+
+
+def test_recommended_settings_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"top_p": "most"}')
+    with pytest.raises(InputError) as caught:
+        recommended_sampling(tmp_path)
+    assert str(caught.value) == f"{file}: top_p = 'most': must be a number. Write a JSON number without quotes."
+
+
+def test_weights_that_give_no_numbers_are_told(folder: Path, tmp_path: Path) -> None:
+    params = tiny.params(CONFIG)
+    params["final_norm"] = params["final_norm"] * float("nan")
+    qwenjax.save(CONFIG, params, tmp_path / "nan")
+    tiny_text.write_text_files(tmp_path / "nan")
+    (tmp_path / "words.txt").write_text("the cat sat")
+    told = (
+        "logits: aren't numbers (NaN): the weights hold NaN or infinity, or the dtype is too narrow for them. "
+        "Check the weights, or try --dtype float32.\n"
+    )
+    for more in ([], ["--temperature", "1", "--top-p", "0.5"], ["--json"]):
+        assert refusal(*generated(tmp_path / "nan", "--prompt", "a", *more)) == told
+    assert refusal("qwenjax score", str(tmp_path / "nan"), "--text", str(tmp_path / "words.txt")) == told
+
+
+def test_too_little_memory_is_one_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remedy = "Ask for fewer tokens or prompts, or a narrower --dtype or --kv-dtype."
+
+    def failing(error: BaseException) -> Any:
+        def init_cache(*args: Any) -> None:
+            raise error
+
+        return init_cache
+
+    full = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 192000003072 bytes.\nmore")
+    for error, reason in (
+        (full, "RESOURCE_EXHAUSTED: Out of memory allocating 192000003072 bytes"),
+        (MemoryError(), "out of memory"),
+    ):
+        monkeypatch.setattr("qwenjax.generation.init_cache", failing(error))
+        told = f"memory: isn't enough ({reason}). {remedy}\n"
+        assert refusal(*generated(folder, "--prompt", "a")) == told
+    monkeypatch.setattr("qwenjax.generation.init_cache", failing(RuntimeError("INTERNAL: a fault")))
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        app(["generate", str(folder), "--prompt", "a"])
 
 
 def test_experts_count_by_those_that_rows_can_choose() -> None:

@@ -320,6 +320,19 @@ def test_bfloat16_caches_follow_the_parameters() -> None:
     assert {leaf.dtype for leaf in (*cache.keys, *cache.values)} == {jnp.dtype("bfloat16")}
 
 
+def test_a_narrower_cache_changes_no_loop_and_no_piece() -> None:
+    options = Options(max_new_tokens=6, kv_dtype="float8_e4m3fn")
+    whole = complete(CONFIG, params(), PROMPTS, options)
+    parts = complete(CONFIG, params(), PROMPTS, Options(**(vars(options) | {"chunk_tokens": 5})))
+    steps = list(stream(CONFIG, params(), PROMPTS, options))
+    for row, completion in enumerate(whole):
+        assert parts[row].tokens == completion.tokens == [step[row].id for step in steps]  # type: ignore[union-attr]
+        close(parts[row].log_probs, completion.log_probs)
+    assert generate(CONFIG, params(), PROMPTS, 6, kv_dtype="float8_e4m3fn") == [row.tokens for row in whole]
+    _, cache = prefill_rows(CONFIG, params(), PROMPTS, 16, kv_dtype="bfloat16")
+    assert {leaf.dtype for leaf in (*cache.keys, *cache.values)} == {jnp.dtype("bfloat16")}
+
+
 # Refusals
 
 
@@ -337,6 +350,16 @@ def test_bfloat16_caches_follow_the_parameters() -> None:
             "prompts[0]: has 3 tokens, and the cache's capacity is 2. Shorten it or raise capacity.",
         ),
         ([[1]], {"max_new_tokens": -1}, "max_new_tokens = -1: must be an integer, 0 or more. Change the setting."),
+        (
+            [[1]],
+            {"max_new_tokens": 2**31},
+            "max_new_tokens = 2147483648: is more than a position can count (1073741824). Change the setting.",
+        ),
+        (
+            [[1]],
+            {"kv_dtype": "int8"},
+            "kv_dtype = 'int8': is no dtype of keys and values. Choose bfloat16, float32 or float8_e4m3fn.",
+        ),
         ([[1]], {"eos": -1}, "eos = -1: must be an id or a list of ids. Give [] for none."),
         ([[1]], {"capacity": 0}, "capacity = 0: must be an integer, 1 or more. Change the setting."),
         ([[1]], {"chunk_tokens": 0}, "chunk_tokens = 0: must be an integer, 1 or more. Change the setting."),

@@ -205,7 +205,7 @@ def test_arrays_are_taken_as_settings() -> None:
         ),
         (
             {"seed": -1},
-            "seed = -1: must be an integer from 0 to 2**32 - 1, or 2 of them, one a row. Choose another seed.",
+            "seed = -1: must be an integer from 0 to 2**32 - 2, or 2 of them, one a row. Choose another seed.",
         ),
         (
             {"seed": [1]},
@@ -222,3 +222,10 @@ def test_settings_out_of_range_are_refused(settings_: dict[str, Any], message: s
 def test_greedy_rows_refuse_wrong_settings_too() -> None:
     with pytest.raises(InputError, match=r"^top_p = 2: must be from 0 to 1, or 1 such values, one a row\."):
         sampling_of(1, top_p=2)
+
+
+def test_settings_beyond_float32_are_its_greatest_number() -> None:
+    sampling = sampling_of(2, temperature=[1e39, 10**60], repetition_penalty=1e300)
+    for values in (sampling.temperature, sampling.repetition_penalty):
+        assert values is not None
+        np.testing.assert_array_equal(values, np.finfo(np.float32).max)
