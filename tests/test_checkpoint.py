@@ -19,13 +19,13 @@ from checkpoint_files import (
     BFLOAT16,
     assert_same,
     config_json,
-    fused,
     leaves,
     tiny_folder,
     write_file,
     write_folder,
     write_index,
 )
+from hf_bridge import fused_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
@@ -86,7 +86,7 @@ def test_keys_without_the_prefix_of_the_causal_model(tmp_path: Path, model_type:
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen3_moe"])
 def test_experts_in_one_tensor(tmp_path: Path, model_type: str) -> None:
     data = config_json(model_type)
-    state = fused(tiny.state_dict(ModelConfig.from_hf(data)))
+    state = fused_experts(tiny.state_dict(ModelConfig.from_hf(data)))
     assert state["model.layers.0.mlp.experts.gate_up_proj"].shape == (5, 48, 40)
     config, params = qwenjax.load(write_folder(tmp_path, data, state))
     assert_same(params, expected(config))
@@ -95,7 +95,7 @@ def test_experts_in_one_tensor(tmp_path: Path, model_type: str) -> None:
 def test_experts_in_one_tensor_in_some_layers_only(tmp_path: Path) -> None:
     data = config_json("qwen3_moe")
     state = tiny.state_dict(ModelConfig.from_hf(data))
-    one = {key: value for key, value in fused(state).items() if ".layers.2." in key}
+    one = {key: value for key, value in fused_experts(state).items() if ".layers.2." in key}
     rest = {key: value for key, value in state.items() if ".layers.2." not in key}
     config, params = qwenjax.load(write_folder(tmp_path, data, rest | one))
     assert_same(params, expected(config))
@@ -174,7 +174,7 @@ def test_the_size_of_the_pieces_changes_nothing(tmp_path: Path, monkeypatch: pyt
     data = config_json("qwen2_moe", tie_word_embeddings=True)
     state = tiny.state_dict(ModelConfig.from_hf(data))
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    config, params = qwenjax.load(write_folder(tmp_path, data, fused(state)))
+    config, params = qwenjax.load(write_folder(tmp_path, data, fused_experts(state)))
     assert_same(params, expected(config))
 
 
@@ -199,7 +199,7 @@ def test_order_files_and_dtypes_change_nothing(tmp_path_factory: pytest.TempPath
     # Values that every dtype holds exactly, so that the dtype of a file can't show.
     state = {key: np.round(value * 4) for key, value in tiny.state_dict(config).items()}
     if data.draw(st.booleans()):
-        state = fused(state)
+        state = fused_experts(state)
     keys = data.draw(st.permutations(list(state)))
     dtypes = data.draw(
         st.lists(st.sampled_from([np.float32, np.float16, BFLOAT16]), min_size=len(keys), max_size=len(keys))
@@ -373,6 +373,21 @@ def test_a_save_that_is_cut_off_leaves_what_was_there(tmp_path: Path, cut: type[
         save_leaves(config, leaf_at, tmp_path / "model", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert_same(qwenjax.load(tmp_path / "model")[1], params)
+
+
+def test_an_empty_folder_that_is_there_is_filled_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its permissions stay, a shell that stands in it stays there, and a link to it stays a link."""
+    config = tiny.config()
+    for name in ("real", "here"):
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    qwenjax.save(config, tiny.params(config), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert_same(qwenjax.load(tmp_path / "real")[1], tiny.params(config))
+    monkeypatch.chdir(tmp_path / "here")
+    qwenjax.save(config, tiny.params(config), ".")
+    assert sorted(os.listdir(".")) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "here").stat().st_mode & 0o777 == 0o700
 
 
 def test_nothing_is_left_of_a_save_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ import pytest
 from checkpoint_files import config_json, header_of, tiny_folder, write_file, write_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 import qwenjax
-from qwenjax.checkpoint.shards import BITS, read_header
+from qwenjax.checkpoint.shards import BITS, describe_stored, read_header
 from qwenjax.errors import InputError
 
 AGAIN = "Download the file again."
@@ -188,6 +189,24 @@ def test_no_damage_to_a_file_gives_anything_but_an_input_error(
     assert (
         sum(prod(tensor.shape) * BITS[tensor.dtype] // 8 for tensor in tensors.values() if tensor.dtype in BITS) < size
     )
+    if all(tensor.dtype in BITS for tensor in tensors.values()):
+        assert library_reads(path) == {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+
+
+def library_reads(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What the safetensors library finds in a file."""
+    with safe_open(path, framework="np") as file:
+        slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+        return {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_every_dtype_that_the_library_reads_has_its_size(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "a.safetensors"
+    data = np.zeros(6 * BITS[dtype] // 8, np.uint8)
+    header = {"a": {"dtype": dtype, "shape": [3, 2], "data_offsets": [0, data.nbytes]}}
+    write_file(path, {"a": data}, header)
+    assert library_reads(path) == {key: (t.dtype, t.shape) for key, t in read_header(path).items()}
 
 
 # The folder and its index
@@ -312,8 +331,36 @@ def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
     folder, _ = tiny_folder(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(tmp_path / "gone")
-    expected = f"{folder / 'model.safetensors'}: can't be read (No such file or directory). Check its permissions."
-    assert error_of(folder) == expected
+    told = "{}: can't be read ({}). Check the file and its permissions."
+    assert error_of(folder) == told.format(folder / "model.safetensors", "No such file or directory")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert error_of(folder) == told.format(folder / "model.safetensors", "Is a directory")
+
+
+def test_what_is_stored_is_described_file_by_file(tmp_path: Path) -> None:
+    assert describe_stored(tmp_path) == []
+    folder, state = tiny_folder(tmp_path, shards=3)
+    path = folder / "model-00002-of-00003.safetensors"
+    part = {key: state[key] for key in list(state)[1::3]}
+    key = next(iter(part))
+    write_file(path, {**part, key: part[key].astype(np.float16)})
+    write_index(folder)
+    rows = describe_stored(folder)
+    sizes = [sum(value.nbytes for value in list(state.values())[i::3]) for i in range(3)]
+    sizes[1] -= part[key].nbytes // 2
+    assert rows == [
+        {
+            "file": f"model-0000{i + 1}-of-00003.safetensors",
+            "tensors": len(list(state)[i::3]),
+            "bytes": sizes[i],
+            "dtypes": {"F16": 1, "F32": len(part) - 1} if i == 1 else {"F32": len(list(state)[i::3])},
+        }
+        for i in range(3)
+    ]
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match="has 0 bytes, too few for a safetensors file"):
+        describe_stored(folder)
 
 
 def test_headers_are_read_and_judged_without_jax() -> None:

@@ -89,9 +89,12 @@ def test_a_folder_wins_over_a_hub_id(hub: Calls, tmp_path: Path, monkeypatch: py
     assert hub == []
 
 
-@pytest.mark.parametrize("text", ["./missing", "/missing/model", "~/model", "missing", "a/b/c", "a b/c", "a\\b/c", ""])
+@pytest.mark.parametrize(
+    "text", ["./missing", "/missing/model", "~/model", "missing", "a/b/c", "a b/c", "a\\b/c", "", " "]
+)
 def test_what_is_neither_a_folder_nor_an_id(hub: Calls, text: str) -> None:
-    assert error_of(text) == f"{text}: no such folder. Name a checkpoint folder, or a model of the hub as owner/name."
+    told = text if text.strip() else repr(text)
+    assert error_of(text) == f"{told}: no such folder. Name a checkpoint folder, or a model of the hub as owner/name."
     assert hub == []
 
 

@@ -30,7 +30,7 @@ def _hub_id(text: str) -> str:
         return known[text.lower()]
     if text.startswith((".", "/", "~")) or not _ID.fullmatch(text):
         remedy = "Name a checkpoint folder, or a model of the hub as owner/name."
-        raise InputError(text, None, "no such folder", remedy)
+        raise InputError(text if text.strip() else repr(text), None, "no such folder", remedy)
     return text
 
 

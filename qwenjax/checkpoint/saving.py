@@ -1,4 +1,7 @@
-"""`save`: a config and its parameter tree as a checkpoint folder in the Hugging Face layout."""
+"""`save`: a config and its parameter tree as a checkpoint folder in the Hugging Face layout.
+
+The safetensors library writes a file from tensors that are all in memory; here they come one by one and go.
+"""
 
 from __future__ import annotations
 
@@ -232,8 +235,8 @@ def _write_shard(path: Path, tensors: Sequence[Tensor], dtype: str, arrays: Iter
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Gives a finished folder its name, or moves its files into the folder that is to be overwritten."""
-    if not target.exists() or not any(target.iterdir()):
+    """Gives a finished folder its name, or moves its files into the one that is there."""
+    if not target.exists():
         os.replace(partial, target)
         return
     for path in target.iterdir():
