@@ -121,7 +121,7 @@ def step(
     roofline step Qwen2.5-7B --phase decode --context 1 --hardware rtx-4090 --measured-s 0.01616
     """
     config, policy, notes = _load(model, dtype, kv_dtype)
-    asked, defaults = _step(config, phase, batch, query_len, context)
+    asked, defaults = read_step(config, phase, batch, query_len, context)
     known_profile, mesh = load_profile(profile), mesh_of(tp, ep)
     conventions: dict[str, Any] = {"attention": attention, "logits": logits, "experts": expert_convention(experts)}
     settings = {"dtype": policy.weight, "kv_dtype": policy.kv, **conventions}
@@ -286,7 +286,7 @@ def _load(model: str, dtype: str | None, kv_dtype: str | None) -> tuple[ModelCon
     return config, policy, notes
 
 
-def _step(
+def read_step(
     config: ModelConfig, phase: str, batch: str, query_len: str | None, context: str | None
 ) -> tuple[Step, tuple[Note, ...]]:
     """The step that the options mean, and what was taken by default."""
