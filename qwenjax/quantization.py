@@ -11,7 +11,7 @@ from qwenjax.field_reader import plain_integer, wrong_type
 
 SUPPORTED_METHODS = ("fp8", "gptq", "awq", "modelopt")
 NVFP4_GROUP = 16  # weights that share a scale, part of the format
-_INTEGER_BITS = (2, 3, 4, 8)
+INTEGER_BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def read_quantization(value: Any) -> Quantization | None:
         return Quantization("fp8", 8, block=_block(value.get("weight_block_size")), modules_to_not_convert=kept)
     if method in ("gptq", "awq"):
         bits = _one_of(value, "bits", "w_bit")
-        if bits not in _INTEGER_BITS or isinstance(bits, bool):
-            must = f"must be one of {', '.join(map(str, _INTEGER_BITS))}"
+        if bits not in INTEGER_BITS or isinstance(bits, bool):
+            must = f"must be one of {', '.join(map(str, INTEGER_BITS))}"
             raise wrong_type("quantization_config.bits", bits, must, "Check the file.")
         group = _group_size(_one_of(value, "group_size", "q_group_size"))
         return Quantization(method, bits, group, modules_to_not_convert=kept)

@@ -30,7 +30,7 @@ def packed(bits: int, out: int, into: int, kind: str, *, group: int = 16, contai
     rows, columns = (into * bits // per, out) if kind == "gptq" else (into, out * bits // per)
     tensors = {
         "qweight": np.zeros((rows, columns), container),
-        "qzeros": np.zeros((into // group, out * bits // per), container),
+        "qzeros": np.zeros((into // group, -(-out * bits // per)), container),
         "scales": np.ones((into // group, out), np.float16),
     }
     return tensors | ({"g_idx": np.zeros(into, np.int32)} if kind == "gptq" else {})
@@ -77,6 +77,16 @@ def test_integers_of_other_sizes_and_one_scale_for_all_inputs() -> None:
     assert count_tensors(header(named("m", packed(4, 96, 64, "gptq", group=64))), 8).num_weights == 96 * 64
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("out", [1, 4, 60, 100])
+def test_outputs_that_fill_no_whole_integer(out: int, bits: int) -> None:
+    """A router's few outputs, or a scalar gate's one: the zero points are padded, and the order of groups tells."""
+    tensors = header(named("m", packed(bits, out, 64, "gptq")))
+    assert count_tensors(tensors).num_weights == count_tensors(tensors, 2).num_weights == out * 64
+    del tensors["m.g_idx"]
+    assert count_tensors(tensors, bits).num_weights == out * 64
+
+
 @pytest.mark.parametrize(
     ("tensors", "weights", "apart"),
     [
@@ -100,11 +110,11 @@ def test_other_kinds_count_their_weights_too(tensors: State, weights: int, apart
 
 
 def quantised_moe(bits: int, *plain: str) -> State:
-    """M3 as GPTQ stores it: every linear packed but the routers, the head and what `plain` names."""
+    """M3 as GPTQ stores it: every linear packed but the head and what `plain` names, the router among them or not."""
     state: State = {}
     for key, value in state_of(QWEN3_MOE).items():
         name = key.removesuffix(".weight")
-        keep = value.ndim != 2 or name.endswith(("embed_tokens", "lm_head", "mlp.gate", *plain))
+        keep = value.ndim != 2 or name.endswith(("embed_tokens", "lm_head", *plain))
         state |= (
             {key: value.astype(np.float16)}
             if keep
@@ -115,7 +125,7 @@ def quantised_moe(bits: int, *plain: str) -> State:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("kept", [None, [], ["mlp.gate"], ["lm_head"]])
-@pytest.mark.parametrize("plain", [(), ("down_proj",)])
+@pytest.mark.parametrize("plain", [("mlp.gate",), ("mlp.gate", "down_proj"), ()], ids=str)  # (): the router is packed
 def test_each_tensor_of_a_quantised_mixture_decides_for_itself(
     tmp_path: Path, bits: int, kept: Any, plain: tuple[str, ...]
 ) -> None:

@@ -8,6 +8,7 @@ from math import prod
 
 from qwenjax.checkpoint.layout import HEAD_KEY
 from qwenjax.checkpoint.shards import BITS, StoredTensor
+from qwenjax.quantization import INTEGER_BITS
 
 # How the keys of scales, zero points and group orders end, by the tools that write them.
 _APART = (
@@ -62,20 +63,26 @@ def _weights_per_element(key: str, stored: Mapping[str, StoredTensor], bits: int
     if key.endswith(_PACKED_INTEGERS):
         container = BITS.get(tensor.dtype, 0)
         name = key.rpartition(".")[0]
-        width = _width(name, stored) or (4 if tensor.dtype == "U8" else bits)
+        width = 4 if key.endswith(".weight_packed") and tensor.dtype == "U8" else _width(name, stored, bits)
         return (container, width) if container and width else None
     packed_bytes = tensor.dtype == "U8" and any(key.removesuffix(".weight") + mark in stored for mark in _PACKED_BYTES)
     return (8, 4) if packed_bytes else (1, 1)
 
 
-def _width(name: str, stored: Mapping[str, StoredTensor]) -> int | None:
-    """Bits of a packed weight as its neighbours have it: zero points are packed alike, and scales aren't packed.
+def _width(name: str, stored: Mapping[str, StoredTensor], bits: int | None) -> int | None:
+    """Bits of a packed weight as its neighbours have it, or what the config states where they don't tell.
 
-    A group order has an entry for each input, and GPTQ packs inputs.
+    GPTQ packs inputs, and its group order has an entry for each. Zero points are packed along the outputs, of which
+    scales have one each; the last integer of a row may be filled in part.
     """
     packed, zeros, scales, order = (stored.get(f"{name}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx"))
-    if zeros and scales and len(zeros.shape) == len(scales.shape) == 2 and scales.shape[1] and zeros.dtype in BITS:
-        return zeros.shape[1] * BITS[zeros.dtype] // scales.shape[1] or None
-    if packed and order and packed.dtype in BITS and prod(order.shape):
-        return packed.shape[0] * BITS[packed.dtype] // prod(order.shape) or None
-    return None
+    if packed and order and packed.shape and prod(order.shape):
+        width = packed.shape[0] * BITS.get(packed.dtype, 0) / prod(order.shape)
+        if width in INTEGER_BITS:
+            return int(width)
+    if zeros and scales and len(zeros.shape) == len(scales.shape) == 2:
+        container, (_, columns), (_, outputs) = BITS.get(zeros.dtype, 1), zeros.shape, scales.shape
+        fitting = [width for width in INTEGER_BITS if -(-outputs * width // container) == columns]
+        if fitting and bits not in fitting:
+            return fitting[0] if len(fitting) == 1 else None
+    return bits
