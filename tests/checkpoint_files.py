@@ -84,18 +84,6 @@ def config_json(model_type: str, **changes: Any) -> dict[str, Any]:
     return tiny.config_json(model_type, **(sparse | shared | changes))
 
 
-def fused(state: Mapping[str, Array]) -> State:
-    """Experts of a layer in one tensor each: [E, 2F, D] with gate rows first, and [E, D, F]."""
-    result = {key: value for key, value in state.items() if ".experts." not in key}
-    for layer in sorted({key.partition(".experts.")[0] for key in state if ".experts." in key}):
-        experts = range(sum(key.startswith(f"{layer}.experts.") and "down_proj" in key for key in state))
-        each = [{part: state[f"{layer}.experts.{j}.{part}_proj.weight"] for part in ("gate", "up", "down")}
-                for j in experts]  # fmt: skip
-        result[f"{layer}.experts.gate_up_proj"] = np.stack([np.concatenate([e["gate"], e["up"]]) for e in each])
-        result[f"{layer}.experts.down_proj"] = np.stack([e["down"] for e in each])
-    return result
-
-
 def leaves(tree: Any, above: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {above: tree}

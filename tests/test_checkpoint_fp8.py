@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from checkpoint_files import BFLOAT16, FLOAT8, Array, State, config_json, fused, leaves, write_folder
+from checkpoint_files import BFLOAT16, FLOAT8, Array, State, config_json, leaves, write_folder
+from hf_bridge import fused_experts
 
 import qwenjax
 from qwenjax.checkpoint import reading
@@ -95,7 +96,7 @@ def test_scaling_is_in_float32_and_rounded_once(tmp_path: Path) -> None:
 def test_fused_experts_have_blocks_of_their_own(tmp_path: Path, model_type: str) -> None:
     data = config_json(model_type, quantization_config=STATED)
     config = ModelConfig.from_hf(config_json(model_type))
-    files, plain = quantised(fused(tiny.state_dict(config)), BLOCK)
+    files, plain = quantised(fused_experts(tiny.state_dict(config)), BLOCK)
     assert files["model.layers.0.mlp.experts.gate_up_proj_scale_inv"].shape == (5, 3, 2)
     _, params = qwenjax.load(write_folder(tmp_path, data, files))
     key = "model.layers.2.mlp.experts.gate_up_proj"

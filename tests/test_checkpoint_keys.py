@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from checkpoint_files import BFLOAT16, State, assert_same, config_json, fused, tiny_folder, write_file, write_folder
+from checkpoint_files import BFLOAT16, State, assert_same, config_json, tiny_folder, write_file, write_folder
+from hf_bridge import fused_experts
 
 import qwenjax
 from qwenjax.checkpoint import loading
@@ -266,7 +267,7 @@ def test_experts_beyond_the_configs_number_are_unexpected(tmp_path: Path) -> Non
 def test_fused_and_single_experts_of_one_layer_are_both_told(tmp_path: Path) -> None:
     data = config_json("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
     state = tiny.state_dict(ModelConfig.from_hf(data))
-    both = state | fused(state)
+    both = state | fused_experts(state)
     folder = write_folder(tmp_path, data, both)
     message = error_of(folder)
     assert "(15 unexpected)" in message
@@ -275,7 +276,7 @@ def test_fused_and_single_experts_of_one_layer_are_both_told(tmp_path: Path) -> 
 
 def test_fused_experts_the_other_way_round_are_misshapen(tmp_path: Path) -> None:
     data = config_json("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
-    state = fused(tiny.state_dict(ModelConfig.from_hf(data)))
+    state = fused_experts(tiny.state_dict(ModelConfig.from_hf(data)))
     key = "model.layers.0.mlp.experts.gate_up_proj"
     state[key] = np.ascontiguousarray(state[key].swapaxes(1, 2))
     folder = write_folder(tmp_path, data, state)
