@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import hf_bridge
@@ -12,50 +10,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 import tiny
+import torch
 
 from qwenjax.config import ModelConfig
 from qwenjax.train.loss import lm_loss, next_token_loss
 from qwenjax.train.settings import TrainConfig
 from qwenjax.train.step import init_state, optimizer_of, train_step
 
-try:
-    import torch
-except ImportError as error:
-    if os.environ.get("CI") == "true":
-        raise
-    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
-
-pytestmark = pytest.mark.reference
+pytestmark = reference.MARK
 TOLERANCE = 1e-4
 COEF = 0.37  # so that a tenth of the balance's gradient would show
 
-SMALL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 8, "vocab_size": 61}
+SMALL: dict[str, Any] = {"num_attention_heads": 6, "head_dim": 8, "vocab_size": 61, "sliding_window": 7}
+SPARSE: dict[str, Any] = {**SMALL, "router_aux_loss_coef": COEF}
+THREE: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
 CASES: dict[str, tiny.Json] = {
-    "qwen2": tiny.config_json("qwen2", **SMALL, tie_word_embeddings=True),
-    "qwen3": tiny.config_json("qwen3", **SMALL, attention_bias=True),
-    "qwen2_moe": tiny.moe_json("qwen2_moe", **SMALL, router_aux_loss_coef=COEF),
-    "qwen3_moe": tiny.moe_json(
-        "qwen3_moe",
-        **SMALL | {"num_hidden_layers": 3, "mlp_only_layers": [1]},
-        norm_topk_prob=True,
-        router_aux_loss_coef=COEF,
+    "qwen2": reference.config_json("qwen2", **SMALL, tied=True),
+    "qwen2-untied-yarn-window": reference.config_json("qwen2", **SMALL, rope="yarn", window=True),
+    "qwen3": reference.config_json("qwen3", **SMALL),
+    "qwen3-tied-window-no-bias": reference.config_json("qwen3", **SMALL, tied=True, window=True, attention_bias=False),
+    "qwen2_moe": reference.config_json("qwen2_moe", **SPARSE, mlp_only_layers=[]),
+    "qwen2_moe-tied-window-renormalised": reference.config_json(
+        "qwen2_moe", **SPARSE, tied=True, window=True, norm_topk_prob=True
+    ),
+    "qwen3_moe": reference.config_json("qwen3_moe", **SPARSE, **THREE),
+    "qwen3_moe-tied-yarn-window-not-renormalised": reference.config_json(
+        "qwen3_moe", **SPARSE, tied=True, rope="yarn_attention_factor", window=True, norm_topk_prob=False
     ),
 }
 LENGTHS = (20, 13)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads would fight with XLA's for two cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def _ids(array: Any) -> Any:
-    return torch.tensor(np.asarray(array), dtype=torch.long)
 
 
 def _batch(name: str) -> tuple[Any, Any]:
@@ -65,7 +50,7 @@ def _batch(name: str) -> tuple[Any, Any]:
 
 
 def _reference_loss(model: Any, tokens_BT: Any, mask_BT: Any) -> Any:
-    ids, mask = _ids(tokens_BT), _ids(mask_BT)
+    ids, mask = reference.ids_of(tokens_BT), reference.ids_of(mask_BT)
     routers = {"output_router_logits": True} if model.config.model_type.endswith("_moe") else {}
     return model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), **routers)
 
@@ -83,10 +68,11 @@ def _assert_close(ours: Any, theirs: dict[str, Any], config: ModelConfig) -> Non
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients(name: str) -> None:
-    """Next token and balance of padded rows; mlp_only_layers in one case: only sparse layers are balanced."""
+    """Next token and balance of padded rows, with and without a window; of mixed layers only the sparse ones are
+    balanced."""
     data = CASES[name]
     config, (tokens_BT, mask_BT) = ModelConfig.from_hf(data), _batch(name)
-    model = hf_bridge.reference_model(data, tiny.state_dict(config))
+    model = reference.model_of(data)
     expected = _reference_loss(model, tokens_BT, mask_BT)
     expected.loss.backward()
     coef = config.router_aux_loss_coef if config.num_experts else None
@@ -109,7 +95,7 @@ def test_labels_that_are_ignored() -> None:
     labels_BT = np.array(tiny.tokens("labels", 2, 9, vocab=31))
     labels_BT[0, :4] = labels_BT[1, 8] = -100
     expected = torch.nn.functional.cross_entropy(
-        torch.tensor(logits_BTV)[:, :-1].flatten(0, 1), _ids(labels_BT)[:, 1:].flatten(), ignore_index=-100
+        torch.tensor(logits_BTV)[:, :-1].flatten(0, 1), reference.ids_of(labels_BT)[:, 1:].flatten(), ignore_index=-100
     )
     loss = next_token_loss(jnp.asarray(logits_BTV), jnp.asarray(labels_BT))
     np.testing.assert_allclose(loss, expected.item(), rtol=1e-6)
@@ -127,7 +113,7 @@ def test_adamw_moves_the_weights_as_torch_does() -> None:
     data = CASES["qwen2_moe"]
     config = ModelConfig.from_hf(data)
     settings = TrainConfig(learning_rate=0.01, final_learning_rate_fraction=1.0, weight_decay=0.3, clip_norm=None)
-    model = hf_bridge.reference_model(data, tiny.state_dict(config))
+    model = reference.model_of(data)
     torch_optimizer, optimizer = _torch_adamw(model, settings, 0.01), optimizer_of(config, settings)
     params = tiny.params(config)
     state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
@@ -155,7 +141,7 @@ def test_a_whole_step_moves_the_weights_as_torch_does() -> None:
     settings = TrainConfig(
         batch_size=2, accumulation_steps=2, learning_rate=0.02, weight_decay=0.3, eps=1e-2, clip_norm=0.5, remat="full"
     )
-    model = hf_bridge.reference_model(data, tiny.state_dict(config))
+    model = reference.model_of(data)
     before = {key: tensor.detach().numpy().copy() for key, tensor in model.named_parameters()}
     _reference_loss(model, tokens_BT, mask_BT).loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
