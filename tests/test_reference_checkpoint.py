@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import tiny
+import torch
 from checkpoint_files import assert_same, config_json, leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import qwenjax
 from qwenjax.checkpoint.layout import tensors_of
 from qwenjax.config import ModelConfig
 
-try:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-except ImportError as error:
-    if os.environ.get("CI") == "true":
-        raise
-    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
-
-pytestmark = pytest.mark.reference
-TOLERANCE = 2e-5  # the contract is 1e-4
-MODEL_TYPES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+pytestmark = reference.MARK
 TOKENS = tiny.tokens("checkpoint", 2, 64)
 
 
-def reference(folder: Path) -> Any:
+def loaded_there(folder: Path) -> Any:
     """transformers' model of a folder; that every tensor was used, and none invented, is its own word."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
@@ -43,9 +35,7 @@ def reference(folder: Path) -> Any:
 
 
 def logits_of(model: Any) -> np.ndarray[Any, Any]:
-    with torch.no_grad():
-        logits: np.ndarray[Any, Any] = model(torch.tensor(np.asarray(TOKENS), dtype=torch.long)).logits.numpy()
-    return logits
+    return reference.logits_of(model, TOKENS)
 
 
 def built(model_type: str, tied: bool) -> tuple[ModelConfig, Any]:
@@ -59,7 +49,7 @@ def built(model_type: str, tied: bool) -> tuple[ModelConfig, Any]:
 
 @pytest.mark.parametrize("spelling", ["4.x", "5.x"])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", reference.MODEL_TYPES)
 def test_what_is_saved_gives_equal_logits_in_transformers(
     tmp_path: Path, model_type: str, tied: bool, spelling: Any
 ) -> None:
@@ -67,11 +57,11 @@ def test_what_is_saved_gives_equal_logits_in_transformers(
     folder = tmp_path / "model"
     qwenjax.save(config, params, folder, spelling=spelling, max_shard_bytes=60_000)
     assert len(list(folder.glob("*.safetensors"))) > 2
-    state = reference(folder).state_dict()
+    state = loaded_there(folder).state_dict()
     for key, tensor in tiny.state_dict(config).items():
         if ".experts." not in key:  # transformers 5 joins those, and the logits tell
             assert np.array_equal(state[key].numpy(), tensor), key
-    assert np.abs(logits_of(reference(folder)) - forward(config, params)).max() < TOLERANCE
+    assert np.abs(logits_of(loaded_there(folder)) - forward(config, params)).max() < reference.TOLERANCE
 
 
 def forward(config: ModelConfig, params: Any) -> Any:
@@ -80,7 +70,7 @@ def forward(config: ModelConfig, params: Any) -> Any:
 
 
 @pytest.mark.parametrize("shards", [False, True])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", reference.MODEL_TYPES)
 def test_what_transformers_saves_is_loaded(tmp_path: Path, model_type: str, shards: bool) -> None:
     data = config_json(model_type)
     torch.manual_seed(1)
@@ -96,9 +86,9 @@ def test_what_transformers_saves_is_loaded(tmp_path: Path, model_type: str, shar
     config, params = qwenjax.load(tmp_path)
     assert config == ModelConfig.from_hf(data)
     qwenjax.save(config, params, tmp_path / "ours")
-    ours = reference(tmp_path / "ours").state_dict()
+    ours = loaded_there(tmp_path / "ours").state_dict()
     assert all(torch.equal(ours[key], value) for key, value in theirs.state_dict().items())
-    assert np.abs(logits_of(theirs) - forward(config, params)).max() < TOLERANCE
+    assert np.abs(logits_of(theirs) - forward(config, params)).max() < reference.TOLERANCE
 
 
 def test_a_conversion_rounds_as_torch_does(tmp_path: Path) -> None:
@@ -117,7 +107,7 @@ def test_a_conversion_rounds_as_torch_does(tmp_path: Path) -> None:
 def test_a_tied_model_saved_with_its_head_is_the_same(tmp_path: Path) -> None:
     config, params = built("qwen3", True)
     qwenjax.save(config, params, tmp_path / "model")
-    model = reference(tmp_path / "model")
+    model = loaded_there(tmp_path / "model")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.save_pretrained(tmp_path / "theirs")
     _, again = qwenjax.load(tmp_path / "theirs")

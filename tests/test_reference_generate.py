@@ -4,41 +4,33 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hf_bridge
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 import tiny
+import tiny_text
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from qwenjax.generation import Completion, Options, complete
 from qwenjax.sampling import process, sampling_of, seen_tokens
 from qwenjax.scoring import perplexity, score_tokens
+from qwenjax.text import load_text
 
-try:
-    import tiny_text
-    import torch
-    from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
-    from transformers.generation.logits_process import (
-        MinPLogitsWarper,
-        RepetitionPenaltyLogitsProcessor,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    from qwenjax.text import load_text
-except ImportError as error:
-    if os.environ.get("CI") == "true":
-        raise
-    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
-
-pytestmark = pytest.mark.reference
+pytestmark = reference.MARK
 WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": tiny.config_json("qwen2", num_hidden_layers=2, tie_word_embeddings=True),
@@ -51,9 +43,8 @@ PROMPTS = [np.asarray(tiny.tokens(f"prompt {length}", length)).tolist() for leng
 
 
 @cache
-def reference(name: str) -> Any:
-    config = tiny.ModelConfig.from_hf(CONFIGS[name])
-    return hf_bridge.reference_model(CONFIGS[name], tiny.state_dict(config))
+def model_of(name: str) -> Any:
+    return reference.model_of(CONFIGS[name])
 
 
 @cache
@@ -64,7 +55,7 @@ def params(name: str) -> Any:
 def theirs(name: str, prompt: list[int], **settings: Any) -> tuple[list[int], list[float]]:
     """New ids of transformers' generate for one prompt, without padding, and their log-probabilities."""
     config = GenerationConfig(do_sample=False, max_new_tokens=NEW, pad_token_id=0, **settings)
-    result = reference(name).generate(
+    result = model_of(name).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         generation_config=config,
@@ -101,7 +92,7 @@ def test_perplexity_equals_that_of_transformers_loss(name: str) -> None:
     config = tiny.ModelConfig.from_hf(CONFIGS[name])
     tokens = np.asarray(tiny.tokens("perplexity", 40)).tolist()
     with torch.no_grad():
-        loss = reference(name)(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss.item()
+        loss = model_of(name)(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss.item()
     for piece in (512, 16):
         found = perplexity(score_tokens(config, params(name), tokens, piece))
         np.testing.assert_allclose(found, np.exp(loss), rtol=2e-5)
@@ -155,7 +146,7 @@ def test_every_combination_of_processors_equals_the_chain_of_transformers() -> N
 
 def test_transformers_builds_the_chain_in_this_order() -> None:
     config = GenerationConfig(do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.1, repetition_penalty=1.2)
-    chain = reference("qwen2")._get_logits_processor(config, input_ids_seq_length=3, device="cpu")
+    chain = model_of("qwen2")._get_logits_processor(config, input_ids_seq_length=3, device="cpu")
     assert [type(processor).__name__ for processor in chain] == [
         "RepetitionPenaltyLogitsProcessor",
         "TemperatureLogitsWarper",

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
+import reference
+import torch
 from make_trained import FOLDER, MODELS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-try:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-except ImportError as error:
-    if os.environ.get("CI") == "true":
-        raise
-    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
-
-pytestmark = pytest.mark.reference
+pytestmark = reference.MARK
 
 
 @pytest.mark.parametrize("name", MODELS)

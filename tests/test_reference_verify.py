@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
+import reference
 import tiny
 from typer.testing import CliRunner
 
@@ -15,15 +15,7 @@ from qwenjax import InputError, ModelConfig, load, save
 from qwenjax.cli import app
 from qwenjax.verification import verify
 
-try:
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as error:
-    if os.environ.get("CI") == "true":
-        raise
-    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
-
-pytestmark = pytest.mark.reference
+pytestmark = reference.MARK
 
 CASES = {
     "qwen3": lambda: tiny.config("qwen3"),
