@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import date, time
 from fractions import Fraction
+from importlib.util import find_spec
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,10 +26,12 @@ CHECK_FAILED = 1  # exit statuses
 UNUSABLE_INPUT = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141  # as shells report a command that SIGPIPE ended
+NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # where JAX looks too: Linux, containers, WSL2
 
 
 def run(app: typer.Typer, name: str, args: Sequence[str] | None = None) -> NoReturn:
     """Runs a command to its exit status; input that can't be used is one message on stderr, never a traceback."""
+    pass_over_idle_cuda()
     if hasattr(sys.stdout, "reconfigure"):  # names come from files, and a terminal may know fewer letters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -42,6 +45,21 @@ def run(app: typer.Typer, name: str, args: Sequence[str] | None = None) -> NoRet
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)
+
+
+def pass_over_idle_cuda(devices: Iterable[str] = NVIDIA_DEVICES) -> None:
+    """Keeps JAX from asking its CUDA plugin for a GPU that can't be there.
+
+    Installed for its compiler alone, on a machine without a driver, the plugin writes a traceback to stderr in every
+    process that computes. Other plugins, and a JAX_PLATFORMS that is set, are left to decide.
+    """
+    if "JAX_PLATFORMS" in os.environ or any(map(os.path.exists, devices)):
+        return
+    plugins = find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins else None
+    names = {name for folder in folders or () for name in os.listdir(folder) if not name.startswith("_")}
+    if names and all(name.startswith("xla_cuda") for name in names) and find_spec("libtpu") is None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 def write_out(text: str) -> None:
