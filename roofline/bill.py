@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, dims, size
@@ -70,8 +72,23 @@ def layer_matmuls(config: ModelConfig) -> tuple[LayerMatmul, ...]:
     return tuple(rows)
 
 
-def published_count(config: ModelConfig, known: KnownModel | None) -> StoredCount:
-    """What this model's files hold, by what its config says and, for a known model, by what its stored_note says."""
+def published_count(config: ModelConfig, known: KnownModel | None, model: str = "") -> StoredCount:
+    """What this model's files hold, by what its config says and, for a known model, by what its stored_note says.
+
+    Where `model` is a checkpoint folder its files say whether they hold an output head.
+    """
     terms = known.stored_note.split("; ") if known else []
     stored = True if "lm_head stored although tied" in terms else False if "no lm_head stored" in terms else None
+    if stored is None:
+        stored = _stores_head(model)
     return count_stored_params(config, lm_head_stored=stored, zero_biases_stored="gptq zero biases" in terms)
+
+
+def _stores_head(model: str) -> bool | None:
+    """Whether a folder's safetensors hold an output head; None where there are none to ask."""
+    if not model or not os.path.isdir(model) or not any(Path(model).glob("*.safetensors")):
+        return None
+    from qwenjax.checkpoint.counting import count_tensors
+    from qwenjax.checkpoint.shards import find_tensors
+
+    return count_tensors(find_tensors(Path(model))).lm_head_stored

@@ -75,7 +75,7 @@ def params(
         counts,
         bill_of_materials(config, counts),
         layer_matmuls(config),
-        published_count(config, known),
+        published_count(config, known, model),
         known,
     )
     _show(record, report.params_text, notes, as_json)

@@ -61,6 +61,7 @@ INDEX: dict[str, tuple[tuple[str, str], ...]] = {
     "A5": ((FILES, "an_embedding_model_has_hidden_states_and_no_logits"),
            (FILES, "generating_with_an_embedding_model_names_the_way_out"),
            (FILES, "inspect_tells_the_bytes_that_are_stored"),
+           (FILES, "params_counts_the_head_that_the_files_hold"),
            ("bug_reports_model", "hidden_states_are_those_of_the_base_model")),
     "A7": ((FILES, "an_untied_head_is_its_own_matrix"),),
     "B1": (LOGITS, ("checkpoint", "every_architecture_loads_to_its_parameter_tree")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_generating_with_an_embedding_model_names_the_way_out(tmp_path: Path) ->
     assert (result.status, result.stdout) == (2, "")
     assert "missing: lm_head.weight: expected [256, 64]" in result.stderr
     assert result.stderr.endswith("load(..., lm_head=False) gives what hidden_states needs.\n")
+
+
+@pytest.mark.parametrize("base", [QWEN2, QWEN3])
+def test_params_counts_the_head_that_the_files_hold(tmp_path: Path, base: Json) -> None:
+    for without, told in (((), False), ((HEAD_KEY,), True)):
+        folder = folder_of(tmp_path / f"{len(without)}", base, *without)
+        stored = sum(prod(tensor.shape) for tensor in find_tensors(folder).values())
+        assert figures("roofline params", str(folder))["stored"]["stored"] == stored
+        line = f"The files hold {stored:,} elements; no lm_head stored although untied: -16,384."
+        assert (line in text_of("roofline params", str(folder))) == told
 
 
 def test_inspect_tells_the_bytes_that_are_stored(tmp_path: Path) -> None:
