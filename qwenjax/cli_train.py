@@ -14,6 +14,7 @@ from qwenjax.command_line import say, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.inspection import inspection_record
+from qwenjax.progress import FEW_LINES_S, shown
 from qwenjax.tables import Table
 from qwenjax.train.settings import TrainConfig
 
@@ -86,7 +87,8 @@ def _run(
         log_every=every["log"],
         save_every=every["save"],
     )
-    save(config, state.params, output, overwrite=True)
+    with shown("save", FEW_LINES_S) as progress:
+        save(config, state.params, output, overwrite=True, progress=progress)
     write_byte_tokenizer(output)
     return {
         "folder": str(output),
@@ -112,7 +114,8 @@ def _weights(model: str) -> Any:
         return None
     from qwenjax.checkpoint.loading import load
 
-    return load(model, "float32")[1]
+    with shown("load", FEW_LINES_S) as progress:
+        return load(model, "float32", progress=progress)[1]
 
 
 def _loss(config: ModelConfig, params: Any, tokens: Any, settings: TrainConfig, rows: int = 16) -> float:

@@ -12,7 +12,7 @@ import typer
 
 from qwenjax.command_line import CHECK_FAILED, show
 from qwenjax.errors import InputError
-from qwenjax.progress import shown
+from qwenjax.progress import FEW_LINES_S, shown
 from qwenjax.tables import Table
 
 
@@ -32,7 +32,7 @@ def verify(
     from qwenjax import load
     from qwenjax.verification import verify as run
 
-    with shown("load") as progress:
+    with shown("load", FEW_LINES_S) as progress:
         config, params = load(folder, "float32", progress=progress)
     if tokens > config.context_length:
         raise InputError("--tokens", tokens, f"is beyond the model's {config.context_length} positions", "Use fewer.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from qwenjax.config import read_json
 from qwenjax.errors import InputError
 from qwenjax.field_reader import finite_number
+from qwenjax.text import optional_json
 
 FILE = "generation_config.json"
 _WARM = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # what changes nothing; they count only where tokens are drawn
@@ -20,9 +20,7 @@ def recommended_sampling(folder: str | os.PathLike[str]) -> dict[str, float]:
     unless stated. Its top_k of 50 where the file states none is left out, and so is what `Options` doesn't know.
     """
     path = Path(folder) / FILE
-    if not path.is_file():
-        return {}
-    data = read_json(path)
+    data = optional_json(path)
     stated = {name: data[name] for name in ("temperature", *_WARM, "repetition_penalty") if data.get(name) is not None}
     for name, value in stated.items():
         if not finite_number(value):

@@ -96,8 +96,8 @@ def load_text(folder: Folder) -> Text:
         tokenizer = tokenizer_class.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise InputError(str(file), None, f"isn't a tokenizer ({error})", "Download the file again.") from None
-    settings = _optional_json(path / "tokenizer_config.json")
-    named = {**_optional_json(path / "special_tokens_map.json"), **settings}
+    settings = optional_json(path / "tokenizer_config.json")
+    named = {**optional_json(path / "special_tokens_map.json"), **settings}
     special = {name: _content(named[name]) for name in _SPECIAL_TOKENS if named.get(name) is not None}
     return Text(path, tokenizer, _chat_template(path, settings), special)
 
@@ -107,7 +107,7 @@ def eos_ids(folder: Folder) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        found.update(dict.fromkeys(read_eos_ids(path, _optional_json(path))))
+        found.update(dict.fromkeys(read_eos_ids(path, optional_json(path))))
     return tuple(found)
 
 
@@ -144,7 +144,8 @@ def _matching(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{name: value for name, value in token.items() if name != "special"} for token in parts["added_tokens"]]
 
 
-def _optional_json(path: Path) -> Mapping[str, Any]:
+def optional_json(path: Path) -> Mapping[str, Any]:
+    """A JSON object that a checkpoint may lack."""
     try:
         return read_json(path) if path.is_file() else {}
     except InputError as error:  # whose remedies are for config.json

@@ -188,12 +188,13 @@ def test_what_a_narrower_dtype_cannot_hold_becomes_its_greatest_value() -> None:
     assert rounded(wide, "bfloat16") is wide
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "bf16", "float64", "float4_e2m1fn"])
 def test_other_dtypes_of_a_cache_are_refused(dtype: str) -> None:
     with pytest.raises(InputError) as caught:
         init_cache(CONFIGS["qwen2"], 1, 4, dtype)
     assert str(caught.value) == (
-        f"dtype = {dtype!r}: is no dtype of keys and values. Choose bfloat16, float32 or float8_e4m3fn."
+        f"dtype = {dtype!r}: is no dtype of keys and values. "
+        "Known: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2."
     )
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import qwenjax
-from qwenjax.checkpoint.shards import BITS, describe_stored, read_header
+from qwenjax.checkpoint.shards import BITS, describe_stored, find_tensors, read_header
 from qwenjax.errors import InputError
 
 AGAIN = "Download the file again."
@@ -244,6 +244,16 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     assert error_of(folder) == expected
     write_index(folder)
     assert error_of(folder) == expected
+
+
+def test_long_lists_of_faults_end(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00002", "model-00002-of-00002"):
+        write_file(tmp_path / f"{name}.safetensors", {f"k{i:03}": np.ones(1, np.float32) for i in range(103)})
+    with pytest.raises(InputError) as caught:
+        find_tensors(tmp_path)
+    assert caught.value.problem.startswith("tensors are stored twice: k000 in model-00001-of-00002.safetensors and ")
+    assert caught.value.problem.count(";") == 100
+    assert caught.value.problem.endswith("; and 3 more")
 
 
 @pytest.mark.parametrize(

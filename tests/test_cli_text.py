@@ -171,7 +171,8 @@ def test_what_cannot_be_used_is_one_message(folder: Path, tmp_path: Path) -> Non
         "--dtype = 'int4': is not a dtype of weights. Known: float32, bfloat16, float16.\n"
     )
     assert refusal(*generated(folder, "--prompt", "a", "--kv-dtype", "int8")) == (
-        "--kv-dtype = 'int8': is no dtype of keys and values. Choose bfloat16, float32 or float8_e4m3fn.\n"
+        "--kv-dtype = 'int8': is no dtype of keys and values. "
+        "Known: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2.\n"
     )
     assert refusal(*generated(folder, "--prompt", "a", "--prompt", "b", "--seed", str(2**32 - 1))) == (
         f"seed = {2**32 - 1}: must be an integer from 0 to 2**32 - 2, or 2 of them, one a row. Choose another seed.\n"
@@ -286,6 +287,10 @@ def test_recommended_settings_that_are_no_numbers_are_refused(tmp_path: Path) ->
     with pytest.raises(InputError) as caught:
         recommended_sampling(tmp_path)
     assert str(caught.value) == f"{file}: top_p = 'most': must be a number. Write a JSON number without quotes."
+    file.write_text("[]")
+    with pytest.raises(InputError) as caught:
+        recommended_sampling(tmp_path)
+    assert str(caught.value) == f"{file}: holds a JSON list, not an object. Correct the file or download it again."
 
 
 def test_weights_that_give_no_numbers_are_told(folder: Path, tmp_path: Path) -> None:

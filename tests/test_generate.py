@@ -358,7 +358,8 @@ def test_a_narrower_cache_changes_no_loop_and_no_piece() -> None:
         (
             [[1]],
             {"kv_dtype": "int8"},
-            "kv_dtype = 'int8': is no dtype of keys and values. Choose bfloat16, float32 or float8_e4m3fn.",
+            "kv_dtype = 'int8': is no dtype of keys and values. "
+            "Known: float32, bfloat16, float16, float8_e4m3fn, float8_e5m2.",
         ),
         ([[1]], {"eos": -1}, "eos = -1: must be an id or a list of ids. Give [] for none."),
         ([[1]], {"capacity": 0}, "capacity = 0: must be an integer, 1 or more. Change the setting."),

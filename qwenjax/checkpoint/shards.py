@@ -30,6 +30,7 @@ BITS = {
     "F4": 4, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
 }  # fmt: skip
 MOST_AXES = 64
+_LONGEST_LIST = 100  # keys that are told one by one
 LONGEST_HEADER = 100_000_000  # bytes; the safetensors library refuses longer ones too
 _AGAIN = "Download the file again."
 _NUMBERED = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.safetensors")
@@ -224,8 +225,13 @@ def _check_index(path: Path, weight_map: Mapping[str, str], tensors: Mapping[str
             wrong.append(f"{key}: in {tensors[key].path.name}, not in {name}")
     wrong += [f"{key}: in {tensors[key].path.name}, not in the index" for key in tensors.keys() - weight_map.keys()]
     if wrong:
-        problem = "disagrees with the files: " + "; ".join(sorted(wrong))
+        problem = f"disagrees with the files: {_listed(sorted(wrong))}"
         raise InputError(str(path), None, problem, "Download the index and the files again.")
+
+
+def _listed(faults: list[str]) -> str:
+    rest = len(faults) - _LONGEST_LIST
+    return "; ".join([*faults[:_LONGEST_LIST], *([f"and {rest} more"] if rest > 0 else [])])
 
 
 def _files_without_index(folder: Path) -> list[Path]:
@@ -257,7 +263,7 @@ def _merge(folder: Path, paths: Iterable[Path]) -> dict[str, StoredTensor]:
         twice += [f"{key} in {tensors[key].path.name} and {path.name}" for key in header if key in tensors]
         tensors |= header
     if twice:
-        raise InputError(str(folder), None, f"tensors are stored twice: {'; '.join(twice)}", "Remove the stale file.")
+        raise InputError(str(folder), None, f"tensors are stored twice: {_listed(twice)}", "Remove the stale file.")
     return tensors
 
 
