@@ -11,7 +11,7 @@ from typing import Any
 
 from qwenjax.checkpoint.counting import count_tensors
 from qwenjax.checkpoint.plan import plan_loading
-from qwenjax.checkpoint.shards import find_tensors
+from qwenjax.checkpoint.shards import describe_stored, find_tensors
 from qwenjax.config import ModelConfig
 from qwenjax.dims import dims, shape, size
 from qwenjax.errors import InputError
@@ -42,7 +42,8 @@ def _files(folder: Path, config: ModelConfig) -> tuple[dict[str, Any] | None, tu
         tensors = find_tensors(folder)
     except InputError as error:
         return None, (Note("warning", error.field, f"{error.problem}. {error.remedy}"),)
-    stored = asdict(count_tensors(tensors, config.quantization.bits if config.quantization else None))
+    totals = asdict(count_tensors(tensors, config.quantization.bits if config.quantization else None))
+    stored = {**totals, "files": describe_stored(folder)}
     try:
         plan_loading(folder, config, tensors)
     except InputError as error:
@@ -123,7 +124,8 @@ def inspection_text(record: dict[str, Any]) -> Iterator[str | Table]:
     yield Table("Architecture as read", ("field", "value"), rows, text=("field", "value"))
     yield _tree(record["rows"])
     if record["stored"]:
-        yield _files_table(record["stored"], record["num_params"])
+        yield _stored_table(record["stored"], record["num_params"])
+        yield _files_table(record["stored"]["files"])
     for note_kind, title in _TITLES.items():
         notes = [[note.field, note.text] for note in record["notes"] if note.kind == note_kind]
         if notes:
@@ -150,7 +152,7 @@ def _tree(leaves: list[dict[str, Any]]) -> Table:
     return Table("Parameter tree", columns, rows, text=texts, totals=True)
 
 
-def _files_table(stored: dict[str, Any], num_params: int) -> Table:
+def _stored_table(stored: dict[str, Any], num_params: int) -> Table:
     """What the files hold beside what the architecture has."""
     difference = stored["num_weights"] - num_params
     names = {
@@ -164,7 +166,15 @@ def _files_table(stored: dict[str, Any], num_params: int) -> Table:
     rows.append(["lm_head stored", _shown(stored["lm_head_stored"])])
     if stored["unknown_width"]:
         rows.append(["packed tensors of unknown width, not counted", f"{len(stored['unknown_width']):,}"])
-    return Table("Files", ("what", "count"), rows, text=("what",))
+    return Table("What the files hold", ("what", "count"), rows, text=("what",))
+
+
+def _files_table(files: list[dict[str, Any]]) -> Table:
+    rows = []
+    for row in files:
+        kinds = ", ".join(f"{count} {name}" for name, count in row["dtypes"].items())
+        rows.append([row["file"], f"{row['tensors']:,}", f"{row['bytes']:,}", kinds])
+    return Table("Files", ("file", "tensors", "bytes", "dtypes"), rows, text=("file", "dtypes"))
 
 
 def _shown(value: Any) -> str:

@@ -121,6 +121,9 @@ def test_inspect_tells_the_bytes_that_are_stored(tmp_path: Path) -> None:
     told = {cells[0]: cells[-1].strip() for cells in lines}
     assert told["weights beyond the architecture's"] == f"-{head:,}"
     assert told["bytes"] == f"{stored['num_bytes']:,}"
+    assert [row["file"] for row in stored["files"]] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert sum(row["bytes"] for row in stored["files"]) == stored["num_bytes"]
+    assert told[stored["files"][0]["file"]] == f"{stored['files'][0]['tensors']} BF16"
 
 
 # A1, A3: a tied model with and without a copy of its head counts once
