@@ -199,12 +199,13 @@ class _Reader:
         return self.module.computations[instruction.calls[0]] if instruction.opcode == "fusion" else None
 
     def op_of(self, run: _Run, body: Computation | None) -> tuple[str, str]:
-        """The op and the path that told it: a matrix product's own, the kernel's, its result's, its most frequent
-        one, and last the weight that it reads."""
+        """The op and the path that told it: a matrix product's own; of several results the latest in the step; the
+        kernel's own; its most frequent one; and last that of the weight that it reads."""
         inner = body.instructions if body else ()
         products = [i.op_name for i in inner if i.opcode == "dot" or is_product(i)]
-        root = [body.root.op_name] if body else []
-        for path in (*products, run.instruction.op_name, *root):
+        results = _results(body) if body else []
+        own = run.instruction.op_name
+        for path in (*products, *([*results, own] if len(results) > 1 else [own, *results])):
             if op := scope_op(path):
                 return op, path
         named = Counter((op, _BLOCK in i.op_name) for i in inner if (op := scope_op(i.op_name)))
@@ -264,6 +265,15 @@ def _source(instruction: Instruction, within: Computation) -> Instruction:
     while instruction.opcode in ("bitcast", "reshape", "copy"):
         instruction = within.by_name[instruction.operands[0]]
     return instruction
+
+
+def _results(body: Computation) -> list[str]:
+    """Paths of what a fusion makes, the latest op of the step first."""
+    root = body.root
+    made = [body.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    order = list(_SCOPES)
+    places = {path: order.index(op) for i in made if (op := scope_op(path := i.op_name)) in _SCOPES}
+    return sorted((i.op_name for i in made), key=lambda path: -places.get(path, -1))
 
 
 def scope_op(path: str) -> str | None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from qwenjax.errors import InputError
+from roofline.gpu_compile import check_compiler
+
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
@@ -19,3 +22,15 @@ def shared() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return SHARED
+
+
+@pytest.fixture(scope="session")
+def gpu_compiler() -> None:
+    """XLA's CUDA compiler, which the extra `gpu-compile` brings; no GPU is needed."""
+    try:
+        check_compiler()
+    except InputError as missing:
+        message = f"nothing can be compiled for a GPU here: {missing}"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
