@@ -1,10 +1,13 @@
-"""Measured steps of a real architecture here, set against what the calibration predicts and the roof allows."""
+"""Measured steps of a real architecture here, set against what the calibration predicts and the roof allows.
+
+For one prefill and one decode the gap is parted: by group of ops (the profiler), and by cause (the waterfall).
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from qwenjax.config import ModelConfig
@@ -13,12 +16,17 @@ from qwenjax.errors import InputError
 from qwenjax.progress import Progress, silent
 from roofline.calibrated import predict_calibrated
 from roofline.count import count_kv_bytes_per_token, count_weight_bytes
+from roofline.gpu_compile import CompileJob
 from roofline.hardware import Hardware
+from roofline.hlo import parse_hlo
+from roofline.kernel_rows import OTHER, Kernel, read_kernels
 from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
 from roofline.predict import predict_step
-from roofline.trace import measure_time_by_op
+from roofline.trace import instruction_ops, measure_time_by_op
+from roofline.waterfall import Waterfall, measured_terms, program_terms, step_waterfall
 
 if TYPE_CHECKING:
+    from qwenjax.model import Phase
     from qwenjax.weights import Params
 
 GROUPS = {
@@ -84,6 +92,7 @@ class Comparison:
     layers: int
     rows: tuple[CompareRow, ...]
     ops: tuple[GroupTime, ...]
+    waterfalls: tuple[Waterfall, ...]
     environment: dict[str, Any]
     notes: tuple[str, ...]
     median_abs_error: float
@@ -121,6 +130,7 @@ def compare(
     params = fill_params(config, dtype)
     rows: list[CompareRow] = []
     ops: list[GroupTime] = []
+    waterfalls: list[Waterfall] = []
     for i, step in enumerate(steps):
         progress(
             f"{step.phase}, batch {step.batch}, {step.query_len} new of {step.kv_len} tokens", (i + 0.1) / len(steps)
@@ -128,12 +138,14 @@ def compare(
         row = _measure(config, params, step, hardware, dtype, budget_s)
         rows.append(row)
         if step.batch == 1 and step.kv_len == max(prompts):
-            ops += _split(config, params, step, hardware, dtype, row.measured_s)
+            program = _program_text(config, step, dtype)
+            ops += _split(config, params, step, hardware, dtype, row.measured_s, program)
+            waterfalls.append(_waterfall(config, step, hardware, dtype, row, program))
     progress("done", 1.0)
     errors = [abs(row.error) for row in rows]
     return Comparison(
-        config.name, dtype, config.num_hidden_layers, tuple(rows), tuple(ops), environment(), tuple(notes),
-        statistics.median(errors), max(errors),
+        config.name, dtype, config.num_hidden_layers, tuple(rows), tuple(ops), tuple(waterfalls), environment(),
+        tuple(notes), statistics.median(errors), max(errors),
     )  # fmt: skip
 
 
@@ -179,18 +191,29 @@ def _measure(
     )  # fmt: skip
 
 
-def _split(
-    config: ModelConfig, params: Params, step: Step, hardware: Hardware, dtype: str, measured_s: float
-) -> list[GroupTime]:
-    """Parts the measured time by the profiler's shares; the prediction's parts beside them."""
+def _program_text(config: ModelConfig, step: Step, dtype: str) -> str:
+    """The compiled program of a step, as XLA prints it."""
     from qwenjax.model import decode_step, prefill, step_shapes
 
     function = prefill if step.phase == "prefill" else decode_step
-    tree, arguments, cache = step_shapes(config, step.phase, step.batch, step.query_len, step.kv_len, dtype)
-    text = function.lower(config, tree, *arguments, cache).compile().as_text() or ""
+    phase: Phase = "prefill" if step.phase == "prefill" else "decode"
+    tree, arguments, cache = step_shapes(config, phase, step.batch, step.query_len, step.kv_len, dtype)
+    return function.lower(config, tree, *arguments, cache).compile().as_text() or ""
+
+
+def _split(
+    config: ModelConfig,
+    params: Params,
+    step: Step,
+    hardware: Hardware,
+    dtype: str,
+    measured_s: float,
+    program: str,
+) -> list[GroupTime]:
+    """Parts the measured time by the profiler's shares; the prediction's parts beside them."""
     call = step_call(config, params, step, dtype)
     call()
-    shares = _grouped(measure_time_by_op(call, text).items())
+    shares = _grouped(measure_time_by_op(call, program).items())
     predicted = _grouped((op.op, op.time_s) for op in predict_calibrated(config, step, hardware, dtype))
     return [
         GroupTime(
@@ -205,6 +228,25 @@ def _split(
         for group in dict.fromkeys((*GROUPS.values(), OTHER_GROUP))
         if group in shares or group in predicted
     ]
+
+
+def _waterfall(
+    config: ModelConfig, step: Step, hardware: Hardware, dtype: str, row: CompareRow, program: str
+) -> Waterfall:
+    """The measured time by cause, from the roof that calibrate saw to the residual."""
+    ideal = predict_step(config, step, hardware, dtype=dtype, kv_dtype=dtype)
+    kernels = _kernels(program, CompileJob(config, step, hardware, dtype=dtype))
+    terms = program_terms(ideal, kernels, float(hardware.measured["launch_s"]), "the peaks that calibrate saw")
+    dispatch_s = float(hardware.measured["dispatch_s"])
+    terms = measured_terms(terms, row.predicted_s, dispatch_s, row.measured_s)
+    return step_waterfall((row.phase, row.batch, row.query_len, row.context), terms, row.measured_s)
+
+
+def _kernels(program: str, job: CompileJob) -> list[Kernel]:
+    """The program's kernels; where the compiler dropped a product's name, the weight that it reads tells its op."""
+    names = instruction_ops(program)
+    found = read_kernels(parse_hlo(program), job)
+    return [replace(kernel, op=names.get(kernel.name, OTHER)) if kernel.op == OTHER else kernel for kernel in found]
 
 
 def _grouped(parts: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -74,6 +74,13 @@ def test_rows_hold_what_the_parts_say() -> None:
     assert result.layers == 3
     assert result.notes == ()
     assert result.environment["jax"] == environment()["jax"]
+    assert [(fall.phase, fall.context) for fall in result.waterfalls] == [("prefill", 32), ("decode", 32)]
+    for fall in result.waterfalls:
+        (row,) = (row for row in result.rows if (row.phase, row.batch, row.context) == (fall.phase, 1, fall.context))
+        terms = {term.name: term.time_s for term in fall.terms}
+        assert fall.measured_s == row.measured_s == pytest.approx(sum(terms.values()))
+        assert terms["roof"] + terms["ops in turn"] == pytest.approx(row.bound_s)
+        assert terms["residual"] == row.measured_s - row.predicted_s
     for phase in ("prefill", "decode"):
         parts = [part for part in result.ops if part.phase == phase]
         dense = [group for group in dict.fromkeys(GROUPS.values()) if "expert" not in group]

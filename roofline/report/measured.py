@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qwenjax.tables import Table
 from roofline.hardware import Hardware
 from roofline.report.units import milliseconds, percent, quantity
+from roofline.report.waterfall import waterfall_table
 
 if TYPE_CHECKING:
     from roofline.compare import Comparison
@@ -102,6 +103,7 @@ def compare_text(record: dict[str, Any]) -> Iterator[str | Table]:
     )
     yield Table("Steps (bound: the roof that calibrate measured)", columns, rows, text=("phase",))
     yield from _split(record["ops"])
+    yield from map(waterfall_table, record["waterfalls"])
     if record["plot"]:
         yield f"plot: {record['plot']}"
 
