@@ -176,12 +176,9 @@ def count_flops(body: Computation, module: Module) -> dict[str, int]:
     """FLOPs of the matrix products of a computation, by operand type as XLA names it."""
     flops: Counter[str] = Counter()
     for instruction in body.instructions:
-        if instruction.opcode == "dot":
-            left = body.by_name[instruction.operands[0]].arrays[0]
-            summed = prod(left.dims[axis] for axis in instruction.numbers("lhs_contracting_dims"))
-            flops[left.dtype] += 2 * instruction.elements * summed
-        elif is_product(instruction):
-            flops[""] += 2 * instruction.elements
+        if product := product_flops(instruction, body):
+            kind = body.by_name[instruction.operands[0]].arrays[0].dtype if instruction.opcode == "dot" else ""
+            flops[kind] += product
         elif instruction.opcode in ("fusion", "call"):
             flops.update(count_flops(module.computations[instruction.calls[0]], module))
         elif instruction.opcode == "custom-call":
@@ -189,9 +186,17 @@ def count_flops(body: Computation, module: Module) -> dict[str, int]:
     return dict(flops)
 
 
-def is_product(instruction: Instruction) -> bool:
-    """A matrix product that XLA made into a multiplication and a sum, as it does for a single row."""
-    return instruction.opcode == "multiply" and instruction.op_name.endswith("/dot_general")
+def product_flops(instruction: Instruction, body: Computation) -> int:
+    """FLOPs of a matrix product, 0 of anything else.
+
+    XLA makes some products, of a single row say, into a multiplication and a sum; the multiplication keeps the name.
+    """
+    if instruction.opcode == "multiply" and instruction.op_name.endswith("/dot_general"):
+        return 2 * instruction.elements
+    if instruction.opcode != "dot":
+        return 0
+    left = body.by_name[instruction.operands[0]].arrays[0]
+    return 2 * instruction.elements * prod(left.dims[axis] for axis in instruction.numbers("lhs_contracting_dims"))
 
 
 def _library_flops(instruction: Instruction, body: Computation) -> dict[str, int]:

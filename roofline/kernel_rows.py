@@ -14,7 +14,7 @@ from qwenjax.sharding import Mesh
 from roofline.count import CountRow, DtypePolicy, Experts, count_step
 from roofline.gpu_compile import CompileJob, mesh_sizes
 from roofline.hlo import Computation, Instruction, Module
-from roofline.hlo_cost import Touched, count_kernel, is_product
+from roofline.hlo_cost import Touched, count_kernel, product_flops
 from roofline.predict import device_of
 
 OTHER = "other"  # the op of a kernel that no named scope and no weight tells
@@ -199,11 +199,10 @@ class _Reader:
         return self.module.computations[instruction.calls[0]] if instruction.opcode == "fusion" else None
 
     def op_of(self, run: _Run, body: Computation | None) -> tuple[str, str]:
-        """The op and the path that told it: a matrix product's own; of several results the latest in the step; the
-        kernel's own; its most frequent one; and last that of the weight that it reads."""
+        """The op and the path that told it: its largest matrix product's; of several results the latest in the step;
+        the kernel's own; its most frequent one; and last that of the weight that it reads."""
         inner = body.instructions if body else ()
-        products = [i.op_name for i in inner if i.opcode == "dot" or is_product(i)]
-        results = _results(body) if body else []
+        products, results = (_products(body), _results(body)) if body else ([], [])
         own = run.instruction.op_name
         for path in (*products, *([*results, own] if len(results) > 1 else [own, *results])):
             if op := scope_op(path):
@@ -265,6 +264,12 @@ def _source(instruction: Instruction, within: Computation) -> Instruction:
     while instruction.opcode in ("bitcast", "reshape", "copy"):
         instruction = within.by_name[instruction.operands[0]]
     return instruction
+
+
+def _products(body: Computation) -> list[str]:
+    """Paths of a fusion's matrix products, the largest first."""
+    found = [(flops, i.op_name) for i in body.instructions if (flops := product_flops(i, body))]
+    return [path for _, path in sorted(found, key=lambda pair: -pair[0])]
 
 
 def _results(body: Computation) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ def kernels_record(report: KernelReport, model_layers: int) -> dict[str, Any]:
         "mesh": job.mesh,
         "devices": job.num_devices,
         "jax": compiled.jax,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "autotuned": False,
         "assumed_memory_bytes": compiled.assumed_memory_bytes,
         "kernels": kernels,
@@ -82,13 +84,15 @@ def _time(members: list[Kernel]) -> float | None:
 
 def _remarks(report: KernelReport) -> Iterator[str]:
     job, totals, kernels = report.job, report.totals, report.kernels
+    if os.environ.get("XLA_FLAGS"):
+        yield f"Compiled with XLA_FLAGS={os.environ['XLA_FLAGS']}."
     if report.compiled.assumed_memory_bytes is not None:
         yield (
             f"Weights and cache alone don't fit {job.hardware.id}: compiled as if it had memory enough, since short of "
             "it XLA computes things twice."
         )
     if totals.rematerialised:
-        yield f"{whole(totals.rematerialised)} kernels compute again what memory was too short to keep."
+        yield f"Kernels that compute again what memory was too short to keep: {whole(totals.rematerialised)}."
     if job.config.is_moe:
         more = totals.routed_ideal_bytes / totals.ideal_bytes
         yield (
@@ -103,16 +107,19 @@ def _remarks(report: KernelReport) -> Iterator[str]:
         )
     if totals.flops > totals.dense_flops:
         more = totals.flops / totals.dense_flops - 1
-        yield f"The kernels compute {percent(more)} more FLOPs than the step needs: rows of padding, or at most."
+        yield (
+            f"The kernels compute {percent(more)} more FLOPs than the step needs: padding, blocks that may have no "
+            "work, or what each device repeats."
+        )
     if totals.flops < totals.dense_flops:
         missing = totals.dense_flops - totals.flops
         yield f"{quantity(missing, 'FLOP')} of the step are in kernels whose work can't be read."
     hidden = sum(kernel.count for kernel in kernels if kernel.source == "inventory")
     if hidden:
-        yield f"{whole(hidden)} library calls hide their work: FLOPs and bytes are the inventory's."
+        yield f"Library calls that hide their work: {whole(hidden)}; their FLOPs and bytes are the inventory's."
     unnamed = sum(kernel.count for kernel in kernels if kernel.op == OTHER)
     if unnamed:
-        yield f"{whole(unnamed)} kernels have no op's name (`{OTHER}`): loops, copies and what XLA adds."
+        yield f"Kernels without an op's name (`{OTHER}`): {whole(unnamed)}; loops, copies and what XLA adds."
     if any(kernel.time_s is None for kernel in kernels):
         yield "Collectives without a time cross hosts, or a chip whose links aren't known, and are not in the sum."
 
