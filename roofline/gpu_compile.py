@@ -175,16 +175,9 @@ def _run(folder: Path) -> str:
     path = os.pathsep.join(part for part in (packages, os.environ.get("PYTHONPATH")) if part)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     command = [sys.executable, "-m", "roofline.gpu_worker", str(folder)]
-    ended = subprocess.run(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    return ended.stderr
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    log = ended.stderr.decode(errors="replace")
+    return f"{log}\nFatal: ended by signal {-ended.returncode}\n" if ended.returncode < 0 else log
 
 
 def _result(folder: Path, number: int, job: CompileJob, memory_bytes: int | None, log: str) -> Compiled:
@@ -199,7 +192,7 @@ def _result(folder: Path, number: int, job: CompileJob, memory_bytes: int | None
 
 def _refusal(job: CompileJob, text: str) -> InputError:
     first = next((line.strip() for line in text.splitlines() if line.strip()), "it ended without a word")
-    return InputError("--hardware", job.hardware.id, f"the compiler refuses: {first.rstrip('.')}", _remedy(text))
+    return InputError("--hardware", job.hardware.id, f"the compiler refuses: {first.rstrip('.: ')}", _remedy(text))
 
 
 def _remedy(text: str) -> str:
@@ -211,7 +204,7 @@ def _remedy(text: str) -> str:
         return f"Part of the extra is missing: {INSTALL}"
     if "triton" in low:
         return "Try XLA_FLAGS=--xla_gpu_enable_triton_gemm=false."
-    if "memory" in low or "resource_exhausted" in low:
+    if "memory" in low or "resource_exhausted" in low or "signal 9" in low:
         return "Try fewer --layers, or a smaller batch."
     return "Try --layers 2, another chip, or another version of jax with its plugin."
 

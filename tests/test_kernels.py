@@ -341,16 +341,31 @@ def test_a_compiler_that_refuses_gives_its_first_line_and_what_to_try(
     assert str(refused.value) == f"--hardware = 'rtx-4090': the compiler refuses: {first}. {remedy}"
 
 
-def test_a_compiler_that_dies_gives_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = "Unknown flag in XLA_FLAGS: --xla_gpu_nonsense\n"
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            "import sys; sys.exit('a note\\nUnknown flag in XLA_FLAGS: --xla_gpu_nonsense')",
+            "Unknown flag in XLA_FLAGS: --xla_gpu_nonsense. Correct the environment variable XLA_FLAGS.",
+        ),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "Fatal: ended by signal 9. Try fewer --layers, or a smaller batch.",
+        ),
+        ("", "it ended without a word. Try --layers 2, another chip, or another version of jax with its plugin."),
+    ],
+)
+def test_a_compiler_that_dies_gives_its_last_words(
+    program: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"  # in place of the interpreter that would run the worker
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{program}"\n')
+    python.chmod(0o755)
     monkeypatch.setattr(gpu_compile, "check_compiler", lambda: "9.10")
-    monkeypatch.setattr(gpu_compile, "_run", lambda folder: log)
+    monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(InputError) as refused:
         compile_step(ONE, Step.decode(1, 16), "rtx-4090")
-    assert str(refused.value) == (
-        "--hardware = 'rtx-4090': the compiler refuses: Unknown flag in XLA_FLAGS: --xla_gpu_nonsense. "
-        "Correct the environment variable XLA_FLAGS."
-    )
+    assert str(refused.value) == f"--hardware = 'rtx-4090': the compiler refuses: {message}"
 
 
 # The real thing: compiled here, all in one process.
