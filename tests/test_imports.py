@@ -23,7 +23,7 @@ PLAIN = {
 # The chain that none may import backwards: a module may only import those of its own rank or before.
 CHAIN = ("config", "dims", "ops", "sharding", "layers", "model", "generation", "cli")
 # The files of roofline that may import JAX, inside functions. The others never do.
-MEASURE = {"compiler", "gpu_worker", "trace", "measure", "calibrate", "compare"}
+MEASURE = {"compiler", "compiler_cost", "gpu_worker", "trace", "measure", "calibrate", "compare"}
 HEAVY = ("jax", "jaxlib", "flax", "numpy", "matplotlib", "optax", "torch", "transformers", "safetensors", "tokenizers")
 
 
