@@ -158,4 +158,4 @@ def _plot(result: Comparison, chip: Hardware, path: str) -> None:
     from roofline.plot_measured import plot_compare
 
     title = f"{result.model}, {result.layers} layers, {result.dtype} on {chip.name}"
-    plot_compare(result.rows, result.ops, roof_of(chip, result.dtype), path, title)
+    plot_compare(result.rows, result.ops, roof_of(chip, result.dtype), path, title, result.waterfalls)

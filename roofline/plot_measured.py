@@ -28,12 +28,15 @@ from roofline.plot_axes import (
     headline,
     mark_handle,
     new_figure,
+    panel_title,
     roof_axes,
     save,
     write_labels,
 )
 from roofline.plot_data import Roof
+from roofline.plot_waterfall import draw_waterfall, waterfall_inches
 from roofline.report.units import percent, quantity
+from roofline.waterfall import Waterfall
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,23 +99,27 @@ def plot_compare(
     ceilings: Roof,
     path: str | os.PathLike[str],
     title: str,
+    waterfalls: Sequence[Waterfall] = (),
 ) -> None:
     """Writes measured steps against predicted ones as .png, .svg or .pdf: on the roof, as bars, and by group of ops.
 
     rows: mappings or objects with phase, batch, query_len, context, measured_s, predicted_s, bound_s, error, mfu, mbu,
     flops and bytes, times in seconds. ops: phase, op, measured_s and predicted_s, with batch, query_len and context
     where one phase has several steps; none leaves that panel out. ceilings: what was measured on the machine.
+    waterfalls: of one or two steps, drawn below.
     """
     check_path(path)
     table, splits = _rows(rows), _splits(ops)
-    save(lambda: _figure(table, splits, ceilings, title), path)
+    save(lambda: _figure(table, splits, ceilings, title, waterfalls), path)
 
 
-def compare_figure(rows: Sequence[Any], ops: Sequence[Any], ceilings: Roof, title: str) -> Figure:
+def compare_figure(
+    rows: Sequence[Any], ops: Sequence[Any], ceilings: Roof, title: str, waterfalls: Sequence[Waterfall] = ()
+) -> Figure:
     """The figure that `plot_compare` writes, for those who want to go on with it."""
     table, splits = _rows(rows), _splits(ops)
     with drawing():
-        return _figure(table, splits, ceilings, title)
+        return _figure(table, splits, ceilings, title, waterfalls)
 
 
 def _rows(rows: Sequence[Any]) -> list[_Row]:
@@ -158,12 +165,19 @@ def _step_name(phase: str, batch: int, query_len: int, context: int) -> str:
     return f"{phase}, batch {batch}\n{chunk}"
 
 
-def _figure(rows: list[_Row], splits: list[_Split], ceilings: Roof, title: str) -> Figure:
+def _figure(
+    rows: list[_Row], splits: list[_Split], ceilings: Roof, title: str, waterfalls: Sequence[Waterfall]
+) -> Figure:
     split_inches = 0.95 + 0.45 * len(splits) if splits else 0.0
     height = max(3.2 + split_inches, 0.8 + _ROW_INCHES * len(rows))
-    figure = new_figure(height + 0.3)
+    below = max(map(waterfall_inches, waterfalls), default=0.0)
+    figure = new_figure(height + below + 0.3)
     headline(figure, title)
-    ((left, right),) = figure.subfigures(1, 2, squeeze=False, width_ratios=(1.05, 1))
+    whole: FigureBase = figure
+    if waterfalls:
+        (whole,), (bottom,) = figure.subfigures(2, 1, squeeze=False, height_ratios=(height, below))
+        _waterfalls(bottom, waterfalls)
+    ((left, right),) = whole.subfigures(1, 2, squeeze=False, width_ratios=(1.05, 1))
     upper = left
     if splits:
         heights = (height - split_inches, split_inches)
@@ -179,6 +193,15 @@ def _figure(rows: list[_Row], splits: list[_Split], ceilings: Roof, title: str) 
     freeze(figure)
     _steps(axes, rows, ceilings)
     return figure
+
+
+def _waterfalls(figure: FigureBase, waterfalls: Sequence[Waterfall]) -> None:
+    for letter, axes, fall in zip(
+        "de", figure.subplots(1, len(waterfalls), squeeze=False)[0], waterfalls, strict=False
+    ):
+        draw_waterfall(axes, fall)
+        name = _step_name(fall.phase, fall.batch, fall.query_len, fall.context).replace("\n", ", ")
+        panel_title(axes, f"({letter}) Why: {name}")
 
 
 def _roof_legend(figure: FigureBase, rows: Sequence[_Row]) -> None:

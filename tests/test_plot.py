@@ -7,12 +7,12 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from figure_texts import check_labels, check_page, is_axes, overlaps, shown_texts
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
@@ -116,79 +116,6 @@ def test_the_roof_is_that_of_the_dtype() -> None:
 # What a reader sees
 
 
-def outline(text: Any) -> Any:
-    """The rectangle that a text covers on the canvas, turned as the text is."""
-    from matplotlib.path import Path as Polygon
-    from matplotlib.text import Text
-
-    whole, angle = Text.get_window_extent(text), text.get_rotation()  # an annotation's own has its leader in it
-    text.set_rotation(0)
-    level = Text.get_window_extent(text)
-    text.set_rotation(angle)
-    x, y, turn = (whole.x0 + whole.x1) / 2, (whole.y0 + whole.y1) / 2, math.radians(angle)
-    corners = [
-        (
-            x + sx * level.width / 2 * math.cos(turn) - sy * level.height / 2 * math.sin(turn),
-            y + sx * level.width / 2 * math.sin(turn) + sy * level.height / 2 * math.cos(turn),
-        )
-        for sx, sy in ((-1, -1), (1, -1), (1, 1), (-1, 1), (-1, -1))
-    ]
-    return Polygon(corners, closed=True)
-
-
-def shown_texts(figure: Any) -> list[Any]:
-    from matplotlib.text import Text
-
-    figure.canvas.draw()  # makes the tick labels
-    hidden = [label for axes in figure.findobj(is_axes) for label in labels_beyond(axes)]
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    return [text for text in texts if not any(text is other for other in hidden)]
-
-
-def is_axes(artist: Any) -> bool:
-    return hasattr(artist, "get_xscale")
-
-
-def labels_beyond(axes: Any) -> Iterator[Any]:
-    """Labels of ticks outside the limits, which matplotlib keeps but doesn't draw."""
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = sorted(axis.get_view_interval())
-        for tick in axis.get_major_ticks() + axis.get_minor_ticks():
-            if not low <= tick.get_loc() <= high:
-                yield from (tick.label1, tick.label2)
-
-
-def overlaps(texts: list[Any]) -> list[tuple[str, str]]:
-    outlines = [outline(text) for text in texts]
-    return [
-        (texts[i].get_text(), texts[j].get_text())
-        for i, j in itertools.combinations(range(len(texts)), 2)
-        if outlines[i].intersects_path(outlines[j], filled=True)
-    ]
-
-
-def check_labels(figure: Any) -> int:
-    """Labels lie within their axes, on no other label and on no mark; returns how many there are."""
-    figure.canvas.draw()
-    count = 0
-    for axes in figure.findobj(is_axes):
-        if axes.get_xscale() != "log":
-            continue
-        labels = [text for text in axes.texts if text.get_text()]
-        count += len(labels)
-        assert overlaps(labels) == []
-        area = axes.get_window_extent()
-        marks = [line for line in axes.lines if line.get_marker() in ("o", "s", "^", "D")]
-        for label in labels:
-            for x, y in outline(label).vertices:
-                assert area.x0 <= x <= area.x1, label.get_text()
-                assert area.y0 <= y <= area.y1, label.get_text()
-            for mark in marks:
-                at = axes.transData.transform((mark.get_xdata()[0], mark.get_ydata()[0]))
-                assert not outline(label).contains_point(at), label.get_text()
-    return count
-
-
 def test_the_check_for_overlaps_sees_them() -> None:
     from matplotlib.figure import Figure
 
@@ -213,15 +140,7 @@ def test_the_check_for_overlaps_sees_them() -> None:
 def test_labels_overlap_nothing_and_stay_inside(model: str, names: tuple[str, ...], sizes: dict[str, Any]) -> None:
     figure = roofline_figure(config(model), chips(*names), **sizes)
     assert check_labels(figure) >= 12 * len(names)
-    texts = shown_texts(figure)
-    assert overlaps(texts) == []
-    assert min(text.get_fontsize() for text in texts) >= 7
-    page, drawn = figure.get_figwidth(), figure.get_tightbbox()
-    assert page == 7
-    assert drawn.x0 >= 0
-    assert drawn.y0 >= 0
-    assert drawn.x1 <= page
-    assert drawn.y1 <= figure.get_figheight()
+    check_page(figure)
 
 
 def test_a_figure_names_its_ops_batches_ceilings_and_conventions() -> None:
@@ -471,13 +390,7 @@ def test_every_text_of_a_comparison_is_readable(count: int, split: bool) -> None
     title = "Qwen3-0.6B cut to 4 of 28 layers, float32, on a processor of 2 cores: " * 2 + "\nmedian error 5 %"
     figure = compare_figure(rows, op_rows() if split else [], CEILINGS, title)
     check_labels(figure)
-    texts = shown_texts(figure)
-    assert overlaps(texts) == []
-    assert min(text.get_fontsize() for text in texts) >= 7
-    drawn = figure.get_tightbbox()
-    assert min(drawn.x0, drawn.y0) >= 0
-    assert drawn.x1 <= 7
-    assert drawn.y1 <= figure.get_figheight()
+    check_page(figure)
 
 
 def test_two_steps_of_a_phase_are_not_added_up() -> None:
