@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwenjax.config import ModelConfig
-from qwenjax.dims import Step
+from qwenjax.dims import Step, dims
 from qwenjax.errors import InputError
 from qwenjax.ops import KV, leaf_letters
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from jax.sharding import Sharding
 
 JOBS = "jobs.json"
-MESH_AXIS = "tp"
-_SPLIT = "KFV"  # the letters that tensor parallelism splits, see qwenjax.sharding
+# Tensor parallelism splits K, F and V, see qwenjax.sharding. Devices beyond the KV heads share them: those of one KV
+# head split its query heads where an array's letters keep them apart, and widths and vocabulary go over all devices.
+_HEADS, _SHARED = "kv", "shared"
+_AXES = {"K": _HEADS, "G": _SHARED, "F": (_HEADS, _SHARED), "V": (_HEADS, _SHARED)}
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def _compile(job: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     topology = topologies.get_topology_desc(
         job["chip"], platform="cuda", target_config=job["target"], topology=job["topology"]
     )
-    place = _placing(topology.devices)
+    place = _placing(topology.devices, config)
     params = jax.tree_util.tree_map_with_path(lambda path, leaf: _placed(leaf, place(_letters(path))), params)
     cache_letters = {tensor.name: tensor.letters for tensor in KV}
     cache = cache.replace(  # type: ignore[attr-defined]
@@ -80,19 +82,23 @@ def _compile(job: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _placing(devices: Any) -> Any:
-    """A function from a tensor's letters to where it lies: split over all devices on the letter that tp splits."""
+def _placing(devices: Any, config: ModelConfig) -> Any:
+    """A function from a tensor's letters to where it lies, split over the devices by the letters that tp splits."""
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
     if len(devices) == 1:
         alone = SingleDeviceSharding(devices[0])
         return lambda letters: alone
-    mesh = Mesh(np.array(devices), (MESH_AXIS,))
+    heads = min(len(devices), config.num_key_value_heads)  # one divides the other
+    mesh = Mesh(np.array(devices).reshape(heads, -1), (_HEADS, _SHARED))
+    group = dims(config)["G"]
 
     def place(letters: str) -> Sharding:
-        split = next((letter for letter in letters if letter in _SPLIT), None)
-        return NamedSharding(mesh, PartitionSpec(*(MESH_AXIS if letter == split else None for letter in letters)))
+        split = next((letter for letter in letters if letter in "KFV"), None)
+        whole = "" if group % mesh.shape[_SHARED] == 0 else "G"
+        axes = (_AXES.get(x) if x == split or (x == "G" and x != whole) else None for x in letters)
+        return NamedSharding(mesh, PartitionSpec(*axes))
 
     return place
 

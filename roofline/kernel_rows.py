@@ -247,11 +247,13 @@ class _Reader:
         if kind not in _COLLECTIVES:
             return None
         given = sum(within.by_name[name].bytes for name in instruction.operands)
-        size = group_size(instruction.replica_groups, self.job.num_devices)
+        pairs = instruction.attribute("source_target_pairs")
+        groups = instruction.replica_groups if pairs is None else f"{{{{{pairs}}}}}"
+        size = group_size(groups, self.job.num_devices)
         payload = given * size if kind == "all-gather" else given
         result = given // size if kind == "reduce-scatter" else payload
         share = {"all-reduce": 2 * (size - 1) / size, "collective-permute": 1.0}.get(kind, (size - 1) / size)
-        return Collective(kind, payload, result, payload * share, size, instruction.replica_groups)
+        return Collective(kind, payload, result, payload * share, size, groups)
 
     def link_s(self, collective: Collective) -> float | None:
         """Least time over the chip's own link; between hosts it isn't known here."""
