@@ -32,7 +32,8 @@ from gpu_kernels import compare_kernels
 from gpu_ragged import measure_ragged
 from gpu_record import DTYPE, Bench, card_of, describe_machine, read_card
 from gpu_report import summary, text
-from gpu_steps import compile_steps, load_weights, measure_loop, measure_split, measure_step
+from gpu_split import measure_split
+from gpu_steps import compile_steps, load_weights, measure_loop, measure_step
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
@@ -270,6 +271,7 @@ def _empty_record(options: argparse.Namespace, plan: Plan, cases: Sequence[Case]
         "compiles": [],
         "rows": [],
         "loops": [],
+        "waterfalls": [],
         "ops": [],
         "kernels": [],
     }

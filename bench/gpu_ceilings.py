@@ -20,7 +20,7 @@ from roofline.measure import Samples, available_memory_bytes, measure_call
 if TYPE_CHECKING:
     from jax import Array
 
-_CHAIN = 256  # tiny products in one program
+_CHAIN = 256  # tiny products in one program; XLA's GPU compiler makes a kernel of each (seen for an H200)
 
 
 class Sizes(NamedTuple):
@@ -108,12 +108,12 @@ def measure_launches(bench: Bench) -> None:
             x = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
         return x
 
-    tiny = jnp.full((16, 128), 1.0, DTYPE), jnp.full((128, 128), 0.01, DTYPE)
+    tiny = jnp.ones((1, 16), jnp.float32), jnp.full((16, 16), 0.01, jnp.float32)  # as `roofline calibrate` has it
     launch = _each(calibrate._timed(chain, tiny), _CHAIN)
     leaves = tuple(jnp.full(8, float(i)) for i in range(300))
     dispatch = calibrate._timed(lambda *arrays: arrays[0] + arrays[-1], leaves)
     bench.record["ceilings"] += [
-        {"name": "launch", "shape": f"one of {_CHAIN} products of 16 x 128 x 128", **samples_record(launch)},
+        {"name": "launch", "shape": f"one of {_CHAIN} float32 products of 1 x 16 x 16", **samples_record(launch)},
         {"name": "dispatch", "shape": "a call with 300 arrays", **samples_record(dispatch)},
     ]
     _add(bench, "launch_s", launch.median_s)

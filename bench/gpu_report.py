@@ -19,7 +19,7 @@ def text(record: Row) -> Iterator[str | Table]:
     yield headline(record)
     yield f"{env['device']}, jax {env['jax']}, jaxlib {env['jaxlib']}, commit {env['commit']}, {env['date']}"
     yield from (f"note: {note}" for note in record["notes"])
-    for part in (_ceilings, _steps, _loops, _ragged, _kernels):
+    for part in (_ceilings, _steps, _loops, _waterfalls, _ragged, _kernels):
         yield from part(record)
     yield from (f"skipped, the budget was spent: {name}" for name in record["skipped"])
     yield from (f"failed: {case['name']}: {case['error']}" for case in record["cases"] if case["error"])
@@ -131,6 +131,20 @@ def _loops(record: Row) -> Iterator[Table]:
         yield Table(
             "A decode step in the device's loop, queued, and waited for", columns, rows, text=("model", "phase")
         )
+
+
+def _waterfalls(record: Row) -> Iterator[Table]:
+    """One table of all of them: a column a step, a row a term."""
+    found = record["waterfalls"]
+    names = dict.fromkeys(term["name"] for waterfall in found for term in waterfall["terms"])
+    rows = []
+    for name in names:
+        times = [{term["name"]: term["time_s"] for term in waterfall["terms"]}.get(name) for waterfall in found]
+        rows.append([name, *map(milliseconds, times)])
+    rows.append(["measured", *(milliseconds(waterfall["measured_s"]) for waterfall in found)])
+    columns = ("term", *(f"{waterfall['model']} {waterfall['phase']}" for waterfall in found))
+    if found:
+        yield Table("From the roof to the clock, ms", columns, rows, text=("term",), totals=True)
 
 
 def _ragged(record: Row) -> Iterator[str | Table]:

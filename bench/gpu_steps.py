@@ -21,7 +21,6 @@ from roofline.count import count_weight_bytes
 from roofline.hardware import Hardware
 from roofline.measure import measure_call, step_call
 from roofline.predict import StepTime, predict_step
-from roofline.trace import measure_time_by_op
 
 if TYPE_CHECKING:
     from jax.stages import Compiled
@@ -253,20 +252,3 @@ def _looped(config: ModelConfig, params: Params, step: Step, steps: int) -> Any:
     if int(counts.min()) != steps + 1:
         raise RuntimeError(f"the loop ran {int(counts.min()) - 1} steps instead of {steps}")
     return call
-
-
-def measure_split(bench: Bench, config: ModelConfig, step: Step) -> None:
-    """Where the time of a measured step went: the profiler's share of each op, beside the prediction's part."""
-    cut, params = loaded(bench, config)
-    hardware, row = measured_hardware(bench.record), row_of(bench, cut, step)
-    if hardware is None or not hardware.measured or row is None:
-        raise RuntimeError("the step or the calibration is missing, so there is nothing to split")
-    call = step_call(cut, params, step, DTYPE)
-    call()
-    shares = measure_time_by_op(call, compiled_step(cut, step).as_text() or "")
-    predicted = {op.op: op.time_s for op in predict_calibrated(cut, step, hardware, DTYPE)}
-    bench.record["ops"] += [
-        step_record(cut, step)
-        | {"op": op, "measured_s": shares.get(op, 0.0) * row["measured_s"], "predicted_s": predicted.get(op, 0.0)}
-        for op in dict.fromkeys((*predicted, *shares))
-    ]

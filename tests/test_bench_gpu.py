@@ -147,6 +147,12 @@ def test_parts_of_a_step_sum_to_it(dense: tuple[Json, Json, str]) -> None:
         parts = [part for part in record["ops"] if part["phase"] == row["phase"]]
         assert sum(part["measured_s"] for part in parts) == pytest.approx(row["measured_s"])
         assert sum(part["predicted_s"] for part in parts) == pytest.approx(row["predicted_s"])
+        (waterfall,) = [found for found in record["waterfalls"] if found["phase"] == row["phase"]]
+        terms = {term["name"]: term["time_s"] for term in waterfall["terms"]}
+        assert sum(terms.values()) == pytest.approx(row["measured_s"])
+        assert terms["residual"] == pytest.approx(row["measured_s"] - row["predicted_s"])
+        kernels = next(entry["num_kernels"] for entry in record["kernels"] if entry["phase"] == row["phase"])
+        assert terms["launches"] == pytest.approx(kernels * record["calibration"]["launch_s"])
 
 
 def test_kernels_are_listed_and_a_missing_card_is_told(dense: tuple[Json, Json, str]) -> None:
