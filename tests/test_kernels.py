@@ -470,7 +470,7 @@ def test_a_mesh_splits_heads_and_reduces(compiled: dict[str, KernelReport], mesh
     reduced = [k for k in report.kernels if k.op == "o_proj" and k.collective and k.collective.kind == "all-reduce"]
     assert [kernel.collective and kernel.collective.group_size for kernel in reduced] == [devices]
     assert [kernel.time_s is None for kernel in reduced] == [mesh == "hosts"]
-    told = "16 devices share 8 KV heads: each holds the cache and projections of a whole one."
+    told = "16 devices share 8 KV heads: each has the cache and projections of a whole one."
     assert (told in kernels_record(report, 1)["remarks"]) == (mesh == "hosts")
     scores = sum(kernel.flops for kernel in report.kernels if kernel.op == "scores")
     assert scores == 2 * (2 * 32 * 64 * 16) // devices

@@ -102,7 +102,7 @@ def _remarks(report: KernelReport) -> Iterator[str]:
         )
     kv_heads = job.config.num_key_value_heads
     if job.num_devices > kv_heads:
-        yield f"{job.num_devices} devices share {kv_heads} KV heads: each holds the cache and projections of a whole one."
+        yield f"{job.num_devices} devices share {kv_heads} KV heads: each has the cache and projections of a whole one."
     if totals.conditional_runs:
         yield (
             f"A condition decides {whole(totals.conditional_runs)} times whether work is done: these runs are counted "
