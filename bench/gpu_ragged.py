@@ -39,18 +39,21 @@ def measure_ragged(bench: Bench, config: ModelConfig) -> None:
 
     stacks = normal(0, experts, 2, width, hidden), normal(1, experts, hidden, width)
     turned = normal(2, experts, hidden, 2 * width), normal(3, experts, width, hidden)  # as ragged_dot takes them
-    single = normal(4, experts, hidden, width)
+    singles = normal(4, experts, hidden, width), normal(4, experts, width, hidden)
     for tokens in TOKENS:
         x = normal(5, tokens, hidden)
         routings = [_chosen(i, tokens, experts, per_token) for i in range(_ROUTINGS)]
         chosen = [jnp.asarray(one) for one in routings]
         counts = [jnp.asarray(np.bincount(one.reshape(-1), minlength=experts).astype(np.int32)) for one in routings]
         rows = jnp.repeat(x, per_token, axis=0)
-        products: list[tuple[str, Any]] = [("ragged_dot", jax.lax.ragged_dot), ("dense", _dense_product)]
-        cases: list[Any] = [("product", way, run, (rows, single), counts, hidden * width) for way, run in products]
+        products: list[tuple[str, Any, Array]] = [
+            ("ragged_dot", jax.lax.ragged_dot, singles[0]),
+            ("dense", _dense_product, singles[1]),
+        ]
+        cases: list[Any] = [("product", way, run, (rows, held), counts, hidden * width) for way, run, held in products]
         layers: list[tuple[str, Any, Sequence[Array]]] = [("ragged_dot", _ragged_layer, turned)]
         layers += [(way, _layer_by(way), stacks) for way in ("dense", _way(tokens, per_token, experts))]
-        cases += [("layer", way, run, (x, *held), chosen, 3 * hidden * width) for way, run, held in layers]
+        cases += [("layer", way, run, (x, *both), chosen, 3 * hidden * width) for way, run, both in layers]
         for what, way, run, arguments, turns, multiplies in cases:
             needed = 2 * tokens * per_token * multiplies
             entry = {"what": what, "way": way, "tokens": tokens, "rows": tokens * per_token, "experts": experts}
@@ -71,11 +74,14 @@ def _chosen(seed: int, tokens: int, experts: int, per_token: int) -> npt.NDArray
     return np.random.default_rng(seed).permuted(everyone, axis=1)[:, :per_token]
 
 
-def _dense_product(x_RD: Array, w_EDF: Array, counts_E: Array) -> Array:
-    """Every row with every expert, whatever the counts say."""
+def _dense_product(x_RD: Array, w_EFD: Array, counts_E: Array) -> Array:
+    """Every row with every expert, whatever the counts say.
+
+    One plain product, on weights that lie as it wants them: XLA copies the whole stack of [E, D, F] first.
+    """
     import jax
 
-    product: Array = jax.lax.dot_general(x_RD, w_EDF, (((1,), (1,)), ((), ())))
+    product: Array = jax.lax.dot_general(x_RD, w_EFD.reshape(-1, x_RD.shape[1]), (((1,), (1,)), ((), ())))
     return product
 
 
