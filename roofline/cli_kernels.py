@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qwenjax.command_line import say, say_notes, show
 from qwenjax.config import ModelConfig
+from qwenjax.dims import Step
 from qwenjax.errors import InputError
 from roofline.cli_estimates import read_step
-from roofline.cli_options import BatchOption, DtypeOption, JsonOption, ModelArgument, maybe_whole_number
+from roofline.cli_options import (
+    BatchOption,
+    DtypeOption,
+    JsonOption,
+    ModelArgument,
+    maybe_whole_number,
+    positive_number,
+)
 from roofline.gpu_compile import CompileJob, check_compiler, check_job
-from roofline.hardware import load_hardware
+from roofline.hardware import Hardware, load_hardware
+
+if TYPE_CHECKING:
+    from roofline.kernels import KernelReport
 
 
 def kernels(
@@ -41,6 +54,16 @@ def kernels(
     ] = None,
     dtype: DtypeOption = None,
     every: Annotated[bool, typer.Option("--all", help="List every kernel, not sums by op.")] = False,
+    launch_us: Annotated[
+        str | None,
+        typer.Option(
+            "--launch-us", metavar="US", help="Cost of launching one kernel, microseconds [default: unknown]."
+        ),
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Also draw it beside the other phase: .png, .svg, .pdf."),
+    ] = None,
     hlo: Annotated[str | None, typer.Option("--hlo", metavar="FILE", help="Also keep the compiled program.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,25 +75,74 @@ def kernels(
     \b
     roofline kernels Qwen2.5-7B --hardware rtx-4090 --phase decode --batch 1 --context 2048
     roofline kernels Qwen3-8B --hardware h100-sxm --phase decode --mesh 1x1x8 --layers 2
+    roofline kernels Qwen3-8B --hardware l4 --phase decode --context 1024 --launch-us 2 --plot kernels.png
     """
     config = ModelConfig.from_hf(model)
     step, defaults = read_step(config, phase, batch, query_len, context)
     cut = maybe_whole_number("--layers", layers)
     run = config if cut is None else config.with_layers(cut)
     job = check_job(CompileJob(run, step, load_hardware(hardware), mesh, dtype or "bfloat16"))
+    launch_s = _launch_s(job.hardware, launch_us)
     check_compiler()
     if hlo is not None:
         _check_writable(Path(hlo))
+    if plot is not None:
+        _check_plot(plot)
     say_notes((*config.notes, *defaults))
-    from roofline.kernels import compile_jobs
+    from roofline.kernels import compile_jobs, kernels_waterfall
     from roofline.report.kernels import kernels_record, kernels_text
 
+    jobs = [job] if plot is None else [job, check_job(replace(job, step=_other_step(step)))]
     say(f"compiling for {job.hardware.id}{f' x {job.num_devices}' if job.num_devices > 1 else ''} ...")
-    report = compile_jobs([job])[0]
+    reports = compile_jobs(jobs)
+    report, waterfall = reports[0], kernels_waterfall(reports[0], launch_s)
     if hlo is not None:
         Path(hlo).write_text(report.compiled.hlo, encoding="utf-8")
-    record = {**kernels_record(report, config.num_hidden_layers), "notes": (*config.notes, *defaults)}
+    if plot is not None:
+        _plot(reports, launch_s, plot)
+    notes = (*config.notes, *defaults)
+    record = {**kernels_record(report, waterfall, config.num_hidden_layers), "plot": plot, "notes": notes}
     show(record, partial(kernels_text, every=every), as_json)
+
+
+def _launch_s(hardware: Hardware, microseconds: str | None) -> float | None:
+    """What was given, or what `roofline calibrate` measured on that card; else nobody knows."""
+    if microseconds is not None:
+        return positive_number("--launch-us", microseconds, "2.5") * 1e-6
+    measured = hardware.measured.get("launch_s")
+    return None if measured is None else float(measured)
+
+
+def _other_step(step: Step) -> Step:
+    """The step to show beside this one: the prefill that fills a decode's context, the decode after a prefill."""
+    return Step.prefill(1, step.kv_len) if step.phase == "decode" else Step.decode(step.batch, step.kv_len)
+
+
+def _check_plot(path: str) -> None:
+    from roofline.plot_axes import check_path
+
+    check_path(path)
+
+
+def _plot(reports: Sequence[KernelReport], launch_s: float | None, path: str) -> None:
+    """Prefill left, decode right."""
+    from roofline.kernels import kernels_waterfall
+    from roofline.plot_data import roof_of
+    from roofline.plot_kernels import KernelPanel, plot_kernels
+
+    panels = []
+    for report in sorted(reports, key=lambda report: report.job.step.phase, reverse=True):
+        step = report.job.step
+        size = f"{step.query_len} tokens" if step.phase == "prefill" else f"context {step.kv_len}"
+        count = f"{report.totals.num_kernels} kernels"
+        title = f"{step.phase}, batch {step.batch}, {size}: {count}"
+        panels.append(KernelPanel(title, report.kernels, kernels_waterfall(report, launch_s)))
+    job = reports[0].job
+    title = (
+        f"{job.config.name or job.config.model_type}, {job.config.num_hidden_layers} layers, {job.dtype}, compiled for "
+        f"{job.hardware.name}\nKernels of one device at their least times, with shares of the sum; not autotuned"
+    )
+    plot_kernels(panels, roof_of(job.hardware, job.dtype), path, title)
 
 
 def _check_writable(path: Path) -> None:

@@ -13,7 +13,8 @@ from roofline.gpu_compile import Compiled, CompileJob, check_job, compile_steps
 from roofline.hardware import Hardware, load_hardware
 from roofline.hlo import parse_hlo
 from roofline.kernel_rows import Kernel, count_conditions, count_inventory, read_kernels
-from roofline.predict import predict_step
+from roofline.predict import StepTime, predict_step
+from roofline.waterfall import Waterfall, program_terms, step_waterfall
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def compile_kernels(
 
 def compile_jobs(jobs: Sequence[CompileJob]) -> list[KernelReport]:
     """The same for several steps, compiled in one process, which starts once."""
-    bounds = [_bound_s(check_job(job)) for job in jobs]
+    bounds = [float(_ideal(check_job(job)).time_s) for job in jobs]
     found = zip(jobs, compile_steps(jobs), bounds, strict=True)
     return [kernel_report(job, compiled, bound_s) for job, compiled, bound_s in found]
 
@@ -79,9 +80,15 @@ def kernel_report(job: CompileJob, compiled: Compiled, bound_s: float) -> Kernel
     return KernelReport(job, compiled, kernels, _totals(job, compiled, kernels, count_conditions(module), bound_s))
 
 
-def _bound_s(job: CompileJob) -> float:
-    times = predict_step(job.config, job.step, job.hardware, dtype=job.dtype, tp=job.num_devices)
-    return float(times.time_s)
+def kernels_waterfall(report: KernelReport, launch_s: float | None) -> Waterfall:
+    """What the compiled step must take by cause, from the roof up; launch_s is one kernel's launch, if known."""
+    step = report.job.step
+    terms = program_terms(_ideal(report.job), report.kernels, launch_s)
+    return step_waterfall((step.phase, step.batch, step.query_len, step.kv_len), terms, None)
+
+
+def _ideal(job: CompileJob) -> StepTime:
+    return predict_step(job.config, job.step, job.hardware, dtype=job.dtype, tp=job.num_devices)
 
 
 def _totals(

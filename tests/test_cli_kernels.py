@@ -28,12 +28,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The compiler replaced by what it made of tiny models: a decode step of one layer, a prompt of a mixture."""
 
     def compile_steps(jobs: list[CompileJob]) -> list[Compiled]:
-        (job,) = jobs
+        return [compiled(job) for job in jobs]
+
+    def compiled(job: CompileJob) -> Compiled:
         name = "tiny_moe_prefill" if job.config.is_moe else "tiny_decode"
         text = (DATA / f"{name}.hlo").read_text(encoding="utf-8")
         assumed = 10**12 if job.hardware.id == "l4" else None
         arguments = 10**11 if assumed else 54321
-        return [Compiled(text, 2.5, arguments, 12500, 6148, 12296, "0.10.2", assumed)]
+        return Compiled(text, 2.5, arguments, 12500, 6148, 12296, "0.10.2", assumed)
 
     monkeypatch.setattr("roofline.kernels.compile_steps", compile_steps)
     monkeypatch.setattr("roofline.cli_kernels.check_compiler", lambda: "9.10")
@@ -94,6 +96,26 @@ def test_all_lists_every_kernel_by_name(recorded: str) -> None:
     assert [name for name in listed if name in names] == names
 
 
+def test_the_waterfall_starts_at_the_roof_and_prices_launches_only_where_told(recorded: str) -> None:
+    unpriced, priced = (figures(dense(recorded, *more)) for more in ((), ("--launch-us", "3")))
+    terms = {term["name"]: term for term in unpriced["waterfall"]["terms"]}
+    assert terms["roof"]["time_s"] + terms["ops in turn"]["time_s"] == pytest.approx(unpriced["totals"]["bound_s"])
+    assert terms["launches"]["time_s"] == 0
+    assert terms["launches"]["source"] == "not priced: no launch cost is known"
+    assert unpriced["waterfall"]["total_s"] == pytest.approx(unpriced["totals"]["predicted_s"])
+    assert priced["waterfall"]["total_s"] == pytest.approx(unpriced["totals"]["predicted_s"] + 23 * 3e-6)
+    assert unpriced["waterfall"]["measured_s"] is None
+    assert "Waterfall of a decode (batch 2, 1 new of 64 tokens)" in text_of(dense(recorded))
+
+
+def test_plot_draws_both_phases(recorded: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the `plot` extra")
+    target = tmp_path / "kernels.png"
+    text = text_of(dense(recorded, "--plot", str(target)))
+    assert text.splitlines()[-1] == f"plot: {target}"
+    assert target.stat().st_size > 10_000
+
+
 def test_hlo_keeps_the_compiled_program(recorded: str, tmp_path: Path) -> None:
     target = tmp_path / "step.hlo"
     text_of(dense(recorded, "--hlo", str(target)))
@@ -135,6 +157,14 @@ def test_a_model_that_does_not_fit_is_compiled_and_says_so(recorded: str) -> Non
             "--hardware mi300x --phase decode",
             "--hardware = 'mi300x': is a chip of AMD, and the compiler here is XLA's for CUDA. Known: "
             f"{', '.join(target_ids())}; or give a TOML file with its figures.",
+        ),
+        (
+            "--hardware rtx-4090 --phase decode --context 64 --launch-us 0",
+            "--launch-us = '0': must be a positive number. Give for instance 2.5.",
+        ),
+        (
+            "--hardware rtx-4090 --phase decode --context 64 --plot kernels.gif",
+            "path = 'kernels.gif': has no suffix of a known figure format. Use .png, .svg or .pdf",
         ),
         (
             "--hardware rtx-4090 --phase train",

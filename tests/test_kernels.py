@@ -20,7 +20,7 @@ from roofline.gpu_compile import Compiled, CompileJob, compile_step, compile_ste
 from roofline.hardware import load_hardware
 from roofline.hlo import parse_hlo
 from roofline.kernel_rows import Kernel, count_conditions, group_size, read_kernels, scope_op
-from roofline.kernels import KernelReport, compile_jobs, kernel_report
+from roofline.kernels import KernelReport, compile_jobs, kernel_report, kernels_waterfall
 from roofline.report.kernels import kernels_record
 
 DATA = Path(__file__).parent / "data"
@@ -471,7 +471,7 @@ def test_a_mesh_splits_heads_and_reduces(compiled: dict[str, KernelReport], mesh
     assert [kernel.collective and kernel.collective.group_size for kernel in reduced] == [devices]
     assert [kernel.time_s is None for kernel in reduced] == [mesh == "hosts"]
     told = "16 devices share 8 KV heads: each has the cache and projections of a whole one."
-    assert (told in kernels_record(report, 1)["remarks"]) == (mesh == "hosts")
+    assert (told in kernels_record(report, kernels_waterfall(report, None), 1)["remarks"]) == (mesh == "hosts")
     scores = sum(kernel.flops for kernel in report.kernels if kernel.op == "scores")
     assert scores == 2 * (2 * 32 * 64 * 16) // devices
 

@@ -10,6 +10,8 @@ from qwenjax.tables import Table
 from roofline.kernel_rows import OTHER, Kernel
 from roofline.kernels import KernelReport
 from roofline.report.units import NOTHING, column, decimal, gib, percent, quantity, whole
+from roofline.report.waterfall import waterfall_table
+from roofline.waterfall import Waterfall
 
 NOT_REAL = (
     "Compiled without the GPU: fusions, copies, aliasing, library calls and temporaries are what XLA makes for it.",
@@ -19,7 +21,7 @@ NOT_REAL = (
 )
 
 
-def kernels_record(report: KernelReport, model_layers: int) -> dict[str, Any]:
+def kernels_record(report: KernelReport, waterfall: Waterfall, model_layers: int) -> dict[str, Any]:
     """`kernels` and `rows` are the same list, in the order in which they run; `groups` sums it by op and kind."""
     job, compiled = report.job, report.compiled
     kernels = [_kernel(kernel) for kernel in report.kernels]
@@ -44,6 +46,7 @@ def kernels_record(report: KernelReport, model_layers: int) -> dict[str, Any]:
         "groups": _groups(report.kernels),
         "collectives": [row for row in kernels if row["collective"]],
         "totals": vars(report.totals),
+        "waterfall": waterfall,
         "remarks": [*NOT_REAL, *_remarks(report)],
     }
 
@@ -135,7 +138,11 @@ def kernels_text(record: dict[str, Any], every: bool = False) -> Iterator[str | 
     if record["collectives"]:
         yield _collectives(record)
     yield from _sums(totals)
+    yield waterfall_table(record["waterfall"])
+    yield ""
     yield from record["remarks"]
+    if record["plot"]:
+        yield f"plot: {record['plot']}"
 
 
 def _headline(record: dict[str, Any]) -> str:
