@@ -109,9 +109,9 @@ def measure_launches(bench: Bench) -> None:
         return x
 
     tiny = jnp.ones((1, 16), jnp.float32), jnp.full((16, 16), 0.01, jnp.float32)  # as `roofline calibrate` has it
-    launch = _each(calibrate._timed(chain, tiny), _CHAIN)
+    launch = _each(calibrate.time_function(chain, tiny), _CHAIN)
     leaves = tuple(jnp.full(8, float(i)) for i in range(300))
-    dispatch = calibrate._timed(lambda *arrays: arrays[0] + arrays[-1], leaves)
+    dispatch = calibrate.time_function(lambda *arrays: arrays[0] + arrays[-1], leaves)
     bench.record["ceilings"] += [
         {"name": "launch", "shape": f"one of {_CHAIN} float32 products of 1 x 16 x 16", **samples_record(launch)},
         {"name": "dispatch", "shape": "a call with 300 arrays", **samples_record(dispatch)},
@@ -157,7 +157,7 @@ def calibrate_products(
     for columns, summands in weight_shapes(configs)[:most]:
         if entries and time.perf_counter() > end:
             break
-        entries += [calibrate._product(DTYPE, count, columns, summands) for count in rows]
+        entries += [calibrate.measure_product(DTYPE, count, columns, summands) for count in rows]
     _add(bench, "products", {DTYPE: entries})
 
 
@@ -171,7 +171,7 @@ def calibrate_attention(bench: Bench, configs: Sequence[ModelConfig], steps: Seq
     shapes = [(head, context, group, 1) for head in heads for context in contexts for group in groups]
     prompts = sorted({step.query_len for step in steps if step.phase == "prefill"})
     shapes += [(max(kv_heads), prompt, groups[0], prompt) for prompt in prompts]
-    _add(bench, "attention", [calibrate._attention(DTYPE, *shape) for shape in shapes])
+    _add(bench, "attention", [calibrate.measure_attention(DTYPE, *shape) for shape in shapes])
 
 
 def _ends(values: Iterable[int]) -> list[int]:
@@ -184,11 +184,11 @@ def _ends(values: Iterable[int]) -> list[int]:
 def calibrate_experts(bench: Bench, most_tokens: int) -> None:
     """Rates of routed experts, gathered and in blocks, up to the tokens of the longest planned step."""
     tokens = sorted({1, 4, *(max(8, min(count, most_tokens)) for count in (64, 1024))})
-    _add(bench, "experts", [calibrate._experts(DTYPE, count) for count in tokens])
+    _add(bench, "experts", [calibrate.measure_experts(DTYPE, count) for count in tokens])
 
 
 def calibrate_elementwise(bench: Bench) -> None:
-    _add(bench, "elementwise", calibrate._elementwise(DTYPE))
+    _add(bench, "elementwise", calibrate.measure_elementwise(DTYPE))
 
 
 def _add(bench: Bench, table: str, value: Any) -> None:

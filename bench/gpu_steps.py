@@ -50,7 +50,7 @@ def load_weights(bench: Bench, config: ModelConfig, steps: Sequence[Step]) -> No
 
     bench.models.clear()
     gc.collect()
-    cut, notes = compare._cut(config, steps, None, DTYPE)
+    cut, notes = compare.cut_to_memory(config, steps, None, DTYPE)
     bench.record["notes"] += [f"{config.name}: {note}" for note in notes]
     before, start = _memory(), time.perf_counter()
     params = jax.block_until_ready(init_params(cut, 0, DTYPE))

@@ -52,13 +52,13 @@ def calibrate(progress: Progress = silent) -> Hardware:
                 f"{dtype} product {rows} x {columns} x {summands}",
                 0.02 + (0.68 if i == 0 else 0.08) * n / len(plan) + 0.68 * i,
             )
-            products[dtype].append(_product(dtype, rows, columns, summands))
+            products[dtype].append(measure_product(dtype, rows, columns, summands))
     progress("attention products", 0.78)
     decodes = [(heads, context, group, 1) for heads in _HEADS for context in _CONTEXTS for group in _GROUPS]
     prefills = [(_HEADS[0], context, 2, context) for context in _CONTEXTS]
-    attention = [_attention(dtypes[0], *shape) for shape in (*decodes, *prefills)]
+    attention = [measure_attention(dtypes[0], *shape) for shape in (*decodes, *prefills)]
     progress("routed experts", 0.92)
-    experts = [_experts(dtypes[0], tokens) for tokens in _EXPERT_TOKENS]
+    experts = [measure_experts(dtypes[0], tokens) for tokens in _EXPERT_TOKENS]
     progress("elementwise ops and launches", 0.97)
     measured = {
         "environment": {key: value for key, value in environment().items() if value is not None},
@@ -66,7 +66,7 @@ def calibrate(progress: Progress = silent) -> Hardware:
         "products": products,
         "attention": attention,
         "experts": experts,
-        "elementwise": _elementwise(dtypes[0]),
+        "elementwise": measure_elementwise(dtypes[0]),
         "launch_s": _launch_s(),
         "dispatch_s": _dispatch_s(),
     }
@@ -136,7 +136,7 @@ def _rotating(shape: tuple[int, ...], dtype: str, most: float) -> list[Array]:
     return [jnp.full(shape, 0.01 + 0.001 * i, dtype) for i in range(count)]
 
 
-def _product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, float]:
+def measure_product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, float]:
     """FLOP/s of [rows, summands] times [columns, summands] transposed, one weight after another."""
     import jax
     import jax.numpy as jnp
@@ -167,7 +167,7 @@ def _product(dtype: str, rows: int, columns: int, summands: int) -> dict[str, fl
     }
 
 
-def _attention(dtype: str, heads: int, context: int, group: int, tokens: int) -> dict[str, Any]:
+def measure_attention(dtype: str, heads: int, context: int, group: int, tokens: int) -> dict[str, Any]:
     """FLOP/s of the model's own attention, its softmax's time included, over caches in turn."""
     import jax
     import jax.numpy as jnp
@@ -192,7 +192,7 @@ def _attention(dtype: str, heads: int, context: int, group: int, tokens: int) ->
     return {"heads": heads, "context": context, "group": group, "tokens": tokens, "flops_per_s": rate}
 
 
-def _experts(dtype: str, tokens: int) -> dict[str, Any]:
+def measure_experts(dtype: str, tokens: int) -> dict[str, Any]:
     """FLOP/s of the rows that the model's own routed experts run, all between router and sum included."""
     import jax
     import jax.numpy as jnp
@@ -216,7 +216,7 @@ def _experts(dtype: str, tokens: int) -> dict[str, Any]:
             x = x + y * jnp.asarray(1e-9, dtype)
         return x
 
-    seconds = _timed(chain, (x, *stacks)).median_s / layers
+    seconds = time_function(chain, (x, *stacks)).median_s / layers
     rows, block = tokens * _PER_TOKEN, 1
     if choose_way(tokens, _PER_TOKEN, _EXPERTS) == "grouped":
         block = block_rows(rows, _EXPERTS)
@@ -225,7 +225,7 @@ def _experts(dtype: str, tokens: int) -> dict[str, Any]:
     return {"block": block, "rows": rows, "flops_per_s": 6.0 * rows * width * hidden / seconds}
 
 
-def _elementwise(dtype: str) -> dict[str, float]:
+def measure_elementwise(dtype: str) -> dict[str, float]:
     """Bytes/s of the model's own elementwise functions, counting what an unfused op would read and write."""
     import jax.numpy as jnp
 
@@ -249,12 +249,12 @@ def _elementwise(dtype: str) -> dict[str, float]:
         "residual": (jnp.add, (x, x + 1), 3 * x.nbytes),
     }
     return {
-        name: num_bytes / _timed(function, arguments).median_s
+        name: num_bytes / time_function(function, arguments).median_s
         for name, (function, arguments, num_bytes) in calls.items()
     }
 
 
-def _timed(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Samples:
+def time_function(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Samples:
     import jax
 
     jitted = jax.jit(function)
@@ -271,7 +271,7 @@ def _launch_s() -> float:
             x = jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
         return x
 
-    return _timed(chain, (jnp.ones((1, 16), jnp.float32), jnp.ones((16, 16), jnp.float32) * 0.01)).median_s / 256
+    return time_function(chain, (jnp.ones((1, 16), jnp.float32), jnp.ones((16, 16), jnp.float32) * 0.01)).median_s / 256
 
 
 def _dispatch_s() -> float:
@@ -279,4 +279,4 @@ def _dispatch_s() -> float:
     import jax.numpy as jnp
 
     arrays = [jnp.full(8, float(i)) for i in range(300)]
-    return _timed(lambda *leaves: leaves[0] + leaves[-1], tuple(arrays)).median_s
+    return time_function(lambda *leaves: leaves[0] + leaves[-1], tuple(arrays)).median_s

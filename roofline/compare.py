@@ -125,7 +125,7 @@ def compare(
     dtype = str(hardware.measured.get("dtype", "float32")) if dtype is None else dtype
     steps = default_steps(config, batches, prompts)
     predict_calibrated(config, steps[0], hardware, dtype)  # refuses what wasn't measured before memory is spent
-    config, notes = _cut(config, steps, layers, dtype)
+    config, notes = cut_to_memory(config, steps, layers, dtype)
     progress("weights", 0.0)
     params = fill_params(config, dtype)
     rows: list[CompareRow] = []
@@ -149,7 +149,10 @@ def compare(
     )  # fmt: skip
 
 
-def _cut(config: ModelConfig, steps: Iterable[Step], layers: int | None, dtype: str) -> tuple[ModelConfig, list[str]]:
+def cut_to_memory(
+    config: ModelConfig, steps: Iterable[Step], layers: int | None, dtype: str
+) -> tuple[ModelConfig, list[str]]:
+    """The model at `layers`, or at the most layers that free memory holds with the cache of every step; and a note."""
     full = config.num_hidden_layers
     if layers is not None:
         cut = config.with_layers(layers)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,11 +98,13 @@ def fill_params(config: ModelConfig, dtype: str) -> Params:
 
     from qwenjax.weights import param_shapes
 
-    filled: Params = jax.tree.map(lambda leaf: _filled(leaf.shape, dtype), param_shapes(config, dtype))
+    filled: Params = jax.tree.map(lambda leaf: _filler(leaf.shape, dtype)(), param_shapes(config, dtype))
     return filled
 
 
-def _filled(shape: tuple[int, ...], dtype: str) -> Array:
+@cache
+def _filler(shape: tuple[int, ...], dtype: str) -> Callable[[], Array]:
+    """Makes an array of this shape; compiled once for all layers that have one."""
     import jax
     import jax.numpy as jnp
 
@@ -112,8 +115,7 @@ def _filled(shape: tuple[int, ...], dtype: str) -> Array:
         centred: Array = ((mixed ^ (mixed >> 13)) >> 8).astype(jnp.float32) * 2**-24 - 0.5
         return (centred * 0.07).astype(jnp.dtype(dtype))  # the spread of a normal with 0.02
 
-    filled: Array = jax.jit(make)()
-    return filled
+    return jax.jit(make)
 
 
 def environment() -> dict[str, Any]:

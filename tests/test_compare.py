@@ -17,7 +17,7 @@ from roofline import InputError, Step, predict_step
 from roofline.calibrate import calibrate
 from roofline.calibrated import predict_calibrated
 from roofline.cli import app
-from roofline.compare import GROUPS, OTHER_GROUP, _cut, compare, default_steps
+from roofline.compare import GROUPS, OTHER_GROUP, compare, cut_to_memory, default_steps
 from roofline.hardware import load_hardware, write_hardware
 from roofline.measure import Samples, environment, fill_params, measure_call, step_call
 
@@ -110,16 +110,16 @@ def test_a_mixture_of_experts_is_compared_too() -> None:
 
 def test_the_depth_is_cut_when_asked_and_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [Step.decode(1, 32)]
-    cut, notes = _cut(TINY, steps, 2, "float32")
+    cut, notes = cut_to_memory(TINY, steps, 2, "float32")
     assert cut.num_hidden_layers == 2
     assert notes == ["depth cut to 2 of 3 layers, as asked"]
     monkeypatch.setattr("roofline.compare.available_memory_bytes", lambda: 900_000)
-    cut, notes = _cut(TINY, steps, None, "float32")
+    cut, notes = cut_to_memory(TINY, steps, None, "float32")
     assert cut.num_hidden_layers == 1
     assert notes == ["depth cut to 1 of 3 layers: 0.0 GB of memory are free"]
     monkeypatch.setattr("roofline.compare.available_memory_bytes", lambda: 1000)
     with pytest.raises(InputError) as raised:
-        _cut(TINY, steps, None, "float32")
+        cut_to_memory(TINY, steps, None, "float32")
     assert str(raised.value) == (
         "model = 'tiny': one layer doesn't fit in the 0.0 GB that are free here. Use a smaller model."
     )
