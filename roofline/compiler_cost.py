@@ -261,11 +261,15 @@ def equation_flops(equation: JaxprEqn) -> int:
 
 
 _COSTS: dict[tuple[str, ...], Cost] = {}
+# What only moves elements costs no FLOPs at any size: the compiler is asked about the first of each sort.
+_MOVES = frozenset({"broadcast_in_dim", "concatenate", "reshape", "slice", "split", "squeeze", "transpose"})
 
 
 def cost_of(equation: JaxprEqn) -> Cost:
     """The compiler's count of this equation alone, lowered for the CPU, exactly; asked once of equals."""
-    key = (equation.primitive.name, str(equation.params), *(_described(variable) for variable in equation.invars))
+    key: tuple[str, ...] = (equation.primitive.name,)
+    if equation.primitive.name not in _MOVES:
+        key += (str(equation.params), *(_described(variable) for variable in equation.invars))
     if key not in _COSTS:
         figures = _asked(equation)
         _COSTS[key] = Cost(*(_exact(equation, figures.get(name, 0.0)) for name in ("flops", "transcendentals")))
