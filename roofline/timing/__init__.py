@@ -1,1 +1,1 @@
-"""The time model: kernels, engine steps and serving, from physics and few fitted constants."""
+"""Expected times of kernels and steps: the physics of each kernel, and a chip's few fitted constants."""
