@@ -25,6 +25,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     "throughput_out_tok_s",
     "throughput_total_tok_s",
 )
+UNBOUNDED: Final = 1 << 20  # saturated by requests whose number isn't stated: every slot is always filled
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,28 @@ class Case:
     measured: float
     input_len: int  # mean prompt tokens of a request
     output_len: int  # mean generated tokens of a request; 1 or 0 where only the prompt was timed
-    concurrency: int = 1  # sequences in flight at most: the batch, the clients, or all requests where saturated
+    concurrency: int = 1  # sequences in flight at most: the batch, the clients, or (saturated) all requests, UNBOUNDED
     saturated: bool = False  # all requests are queued at the start and the engine batches what fits
     requests: int | None = None  # how many requests the run had, where that is known
     kv_dtype: str | None = None  # JAX name; None: as the activations
     tp: int = 1
     pp: int = 1
+    ep: int = 1  # experts are spread over this many of the same GPUs instead of being sharded
+    attention_dp: bool = False  # attention runs whole on each GPU for its own share of the sequences
     # What the metric means
     counts_prompt: bool = False  # tokens/s count the prompt's tokens too
     time_has_prefill: bool = True  # the time of tokens/s includes the prefill
     empty_context: bool = False  # decode starts from an empty context (llama-bench tg): the prompt isn't attended
     ttft_has_queueing: bool = False  # TTFT includes waiting for other requests' prefills
     per_request: bool = False  # tokens/s of one request among `concurrency`, not of the batch
+    prior_len: int = 0  # tokens that are in the cache before the prompt (llama-bench's depth): attended, not timed
+    static_batch: bool = False  # all sequences start together, nothing is admitted later
     request_rate_per_s: float | None = None  # Poisson or fixed arrivals; None: closed loop or all at once
     # How the engine was set, where the row says so
     cuda_graphs: bool | None = None  # None: the engine's own default
     torch_compile: bool | None = None
     flash_attention: bool | None = None
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = None  # tokens of one step: vLLM's limit, llama.cpp's micro-batch
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
