@@ -159,9 +159,10 @@ def _place(step: CompiledStep, work: Work) -> tuple[str, str]:
     op = op_of(work.scope)
     if step.phase == "train" and op == UNSCOPED and not is_product(work):
         return (UNSCOPED, "gradient") if "jvp" in work.scope else ("optimizer", "optimizer")
-    if "transpose" in work.scope and (op == "embed" or work.primitive == "scatter-add"):
+    if "transpose" in work.scope and "int" not in work.dtype and (op == "embed" or work.primitive == "scatter-add"):
         return op, "gradient"
-    return op, class_of(op, work) or _UNKNOWN
+    backward = "gradient" if step.phase == "train" and "transpose" in work.scope else _UNKNOWN
+    return op, class_of(op, work) or backward
 
 
 def check_sampling(config: ModelConfig, step: CompiledStep) -> StepCheck:

@@ -330,13 +330,20 @@ def _experts(config: ModelConfig, step: CompiledStep) -> Iterator[Elementwise]:
         return
     count, block = expert_blocks(rows, experts)
     yield Elementwise("experts_swiglu", "silu", *silu_product_cost(sparse * count * block * width))
-    yield Elementwise("top_k", "index", sparse * _sorting_flops(rows, experts, count))
+    for op, kind, flops, _ in block_indices(rows, experts):
+        yield Elementwise(op, kind, sparse * flops)
+
+
+def block_indices(rows: int, experts: int) -> Iterator[Elementwise]:
+    """Integer arithmetic of one layer that spreads rows over blocks, runs these in a loop, and brings rows back."""
+    count, block = expert_blocks(rows, experts)
+    yield Elementwise("top_k", "index", _sorting_flops(rows, experts, count))
     # A turn of the loop: its counter, whether its rows end before it, the rows' places; at most all blocks run.
-    yield Elementwise(UNSCOPED, "index", sparse * count * (2 + INDEX_FLOPS + 2 + block * (2 + INDEX_FLOPS)))
+    yield Elementwise(UNSCOPED, "index", count * (2 + INDEX_FLOPS + 2 + block * (2 + INDEX_FLOPS)))
     token_of_row = block * (FLOOR_DIVISION_FLOPS + INDEX_FLOPS) + 1
-    yield Elementwise("experts_gate_up_proj", "index", sparse * count * (token_of_row + INDEX_FLOPS))
-    yield Elementwise("experts_down_proj", "index", sparse * count * INDEX_FLOPS)
-    yield Elementwise("combine", "index", sparse * _return_flops(rows, experts))
+    yield Elementwise("experts_gate_up_proj", "index", count * (token_of_row + INDEX_FLOPS))
+    yield Elementwise("experts_down_proj", "index", count * INDEX_FLOPS)
+    yield Elementwise("combine", "index", _return_flops(rows, experts))
 
 
 def _sorting_flops(rows: int, experts: int, blocks: int) -> int:
@@ -346,10 +353,14 @@ def _sorting_flops(rows: int, experts: int, blocks: int) -> int:
     running_sums = 2 * experts * (experts - 1)
     # Starts, ceil(rows / size) as -(-rows // size), and the first block of each expert.
     by_expert = experts * (1 + 2 + FLOOR_DIVISION_FLOPS + 1) + 1
-    turns = experts.bit_length()  # of a binary search, ceil(log2(E + 1))
-    search = turns * (6 * blocks + 1 + 2) + blocks
+    search = search_turns(experts) * (6 * blocks + 1 + 2) + blocks
     placed = blocks * (1 + 2 * INDEX_FLOPS + 3)
     return sort + histogram + running_sums + by_expert + search + placed
+
+
+def search_turns(experts: int) -> int:
+    """Turns of the binary search that finds a block's expert, ceil(log2(E + 1))."""
+    return experts.bit_length()
 
 
 def _return_flops(rows: int, experts: int) -> int:

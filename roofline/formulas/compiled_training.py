@@ -19,8 +19,12 @@ from roofline.formulas.compiled import (
     CompiledStep,
     Elementwise,
     add_up,
+    block_indices,
+    expert_blocks,
+    is_gathered,
     norm_cost,
     rope_amplitude,
+    search_turns,
     softmax_cost,
 )
 from roofline.formulas.params import num_params, num_sparse_layers, shared_expert_width
@@ -33,7 +37,7 @@ SCHEDULE_FLOPS, SCHEDULE_TRANSCENDENTALS = 35, 6  # rate, bias corrections, step
 
 def training_costs(config: ModelConfig, step: CompiledStep) -> tuple[Elementwise, ...]:
     """All work of a training step beside its products, by op and class."""
-    parts = (_frame, _norms, _rope, _attention, _projections, _mlps, _loss, _optimizer)
+    parts = (_frame, _norms, _rope, _attention, _projections, _mlps, _routers, _experts, _shared, _loss, _optimizer)
     return add_up(cost for part in parts for cost in part(config, step))
 
 
@@ -106,6 +110,71 @@ def _mlps(config: ModelConfig, step: CompiledStep) -> Iterator[Elementwise]:
     dense = (config.num_hidden_layers - num_sparse_layers(config)) * step.tokens * config.intermediate_size
     runs, derivative, back = forward_runs(step), 2, 8
     yield Elementwise("swiglu", "silu", (runs * (LOGISTIC_FLOPS + 2) + derivative + back) * dense, runs * dense)
+
+
+def _routers(config: ModelConfig, step: CompiledStep) -> Iterator[Elementwise]:
+    """The router's softmax and its derivative, and the weighted sum of the experts' outputs."""
+    sparse, chosen, experts = num_sparse_layers(config), config.num_experts_per_tok, config.num_experts
+    tokens, hidden, runs = sparse * step.tokens, config.hidden_size, forward_runs(step)
+    if not sparse:
+        return
+    (forward, exponentials) = softmax_cost(tokens, experts)
+    again, back = (2 * chosen - 1, 5 * chosen + 2) if config.norm_topk_prob else (0, 0)
+    yield Elementwise(
+        "top_k",
+        "router",
+        runs * (forward + tokens * again) + 2 * tokens + 6 * tokens * experts + tokens * back,
+        runs * exponentials,
+    )
+    yield Elementwise("top_k", "gradient", tokens * chosen)
+    yield Elementwise("top_k", "cast", (runs + 1) * step.casts * tokens * (experts + chosen))
+    yield Elementwise("router", "gradient", tokens * hidden)  # joined with the experts'
+    rows = tokens * chosen
+    # The weighted sum stands last: no gradient needs it, and nothing recomputes it.
+    yield Elementwise("combine", "router", tokens * hidden * (2 * chosen - 1) + rows * (3 * hidden - 1))
+    yield Elementwise("combine", "cast", 2 * step.casts * tokens * hidden * (chosen + 1))
+
+
+def _experts(config: ModelConfig, step: CompiledStep) -> Iterator[Elementwise]:
+    """The experts' activation; gradients added where rows came from, and in a loop for blocks' weights."""
+    sparse, experts, width = num_sparse_layers(config), config.num_experts, config.moe_intermediate_size
+    if not sparse:
+        return
+    hidden, rows, runs = config.hidden_size, step.tokens * config.num_experts_per_tok, forward_runs(step)
+    of_expert, activation = 3 * width * hidden, runs * (LOGISTIC_FLOPS + 2) + 10
+    if is_gathered(rows, experts):
+        yield Elementwise("experts_swiglu", "silu", sparse * rows * width * activation, sparse * runs * rows * width)
+        yield Elementwise("experts_gate_up_proj", "gradient", sparse * rows * 2 * width * hidden)
+        yield Elementwise("experts_down_proj", "gradient", sparse * rows * width * hidden)
+        for op in ("experts_gate_up_proj", "experts_down_proj"):
+            yield Elementwise(op, "index", sparse * runs * INDEX_FLOPS * rows)
+        yield Elementwise(UNSCOPED, "gradient", sparse * (rows - step.tokens) * hidden)
+        return
+    count, block = expert_blocks(rows, experts)
+    padded = sparse * count * block
+    yield Elementwise("experts_swiglu", "silu", padded * width * activation, runs * padded * width)
+    yield Elementwise("experts_gate_up_proj", "gradient", padded * hidden)
+    yield Elementwise("combine", "gradient", sparse * rows * hidden)
+    for op, kind, flops, _ in block_indices(rows, experts):
+        yield Elementwise(op, "gradient" if op == UNSCOPED else kind, sparse * runs * flops)
+    if step.remat != "none":  # what doesn't change in the search's loop is then taken out of it
+        yield Elementwise("top_k", "index", -sparse * runs * (search_turns(experts) - 1))
+    # Back, every turn adds gradients of all tokens and of every expert's weights, though it has those of one block.
+    added = step.tokens * hidden + experts * of_expert
+    yield Elementwise(UNSCOPED, "gradient", sparse * count * (4 + added))
+
+
+def _shared(config: ModelConfig, step: CompiledStep) -> Iterator[Elementwise]:
+    sparse, width, hidden = num_sparse_layers(config), shared_expert_width(config), config.hidden_size
+    if not sparse or not width:
+        return
+    tokens, runs = sparse * step.tokens, forward_runs(step)
+    activation = runs * (LOGISTIC_FLOPS + 2) + 10
+    yield Elementwise("shared_swiglu", "silu", tokens * width * activation, runs * tokens * width)
+    there, back = runs * LOGISTIC_FLOPS + 2 * hidden, 3 + 3 * hidden - 1
+    yield Elementwise("shared_expert_gate", "gate", tokens * (there + back), runs * tokens)
+    for op in ("shared_gate_up_proj", UNSCOPED):  # joined with the other parts' gradients
+        yield Elementwise(op, "gradient", tokens * hidden)
 
 
 def _loss(config: ModelConfig, step: CompiledStep) -> Iterator[Elementwise]:
