@@ -7,19 +7,14 @@ weights as they lie. Scales of a whole tensor (one number each) enter none of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import translate
-from re import compile as compile_pattern
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import dims, size
-from qwenjax.ops import Weight, layers_of, weights_of
+from qwenjax.ops import layers_of, weights_of
 from roofline.count import count_params
-
-# Linear layers that quantisers take unless told otherwise; embedding, output head, router and the shared expert's
-# scalar gate keep their precision in every published Qwen checkpoint.
-_QUANTISED_GROUPS = ("attention", "mlp", "experts", "shared_expert")
+from roofline.modules import QUANTISED_GROUPS, is_kept, module_names, weight_layers
 
 
 @dataclass(frozen=True)
@@ -78,40 +73,16 @@ def _quantised(config: ModelConfig, group_scales_counted: bool) -> tuple[tuple[s
 
 def _quantised_shapes(config: ModelConfig) -> Iterator[tuple[int, int]]:
     """[out, in] of every linear layer whose weights are stored quantised, one for each expert."""
-    kept = _kept(config)
+    kept = is_kept(config.quantization.modules_to_not_convert if config.quantization else ())
     for weight in weights_of(config):
-        if weight.group not in _QUANTISED_GROUPS:
+        if weight.group not in QUANTISED_GROUPS:
             continue
         sizes = dims(config, block=weight.block)
         out, into = (int(size(letters, sizes)) for letters in weight.stored.split(","))
-        for module in _modules(config, weight):
-            if not kept(module):
-                yield out, into
-
-
-def _modules(config: ModelConfig, weight: Weight) -> Iterator[str]:
-    """Names of the modules that hold a weight, as modules_to_not_convert spells them."""
-    sparse = set(config.sparse_layers)
-    layers = range(config.num_hidden_layers)
-    here = [i for i in layers if weight.scope == "layer" or (i in sparse) == (weight.scope == "sparse")]
-    experts = range(config.num_experts if "{expert}" in weight.key else 1)
-    name = weight.key.removesuffix(".weight")
-    return (f"model.layers.{i}.{name.replace('{expert}', str(j))}" for i in here for j in experts)
-
-
-def _kept(config: ModelConfig) -> Callable[[str], bool]:
-    """Whether a module is named by modules_to_not_convert: itself, a parent, its last parts, or by a * pattern."""
-    names = config.quantization.modules_to_not_convert if config.quantization else ()
-    plain = {name for name in names if "*" not in name}
-    pattern = compile_pattern("|".join(translate(name) for name in names if "*" in name) or r"(?!)")
-
-    def kept(module: str) -> bool:
-        parts = module.split(".")
-        heads = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        tails = (".".join(parts[start:]) for start in range(1, len(parts)))
-        return any(head in plain or pattern.match(head) for head in heads) or any(tail in plain for tail in tails)
-
-    return kept
+        for layer in weight_layers(config, weight):
+            for module in module_names(config, weight, layer):
+                if not kept(module):
+                    yield out, into
 
 
 def _missing_biases(config: ModelConfig) -> int:
@@ -119,7 +90,7 @@ def _missing_biases(config: ModelConfig) -> int:
     biased = {weight.key.removesuffix(".bias") for weight in weights_of(config) if weight.group == "attention_bias"}
     total = 0
     for weight in weights_of(config):
-        if weight.group in _QUANTISED_GROUPS and weight.key.removesuffix(".weight") not in biased:
+        if weight.group in QUANTISED_GROUPS and weight.key.removesuffix(".weight") not in biased:
             experts = config.num_experts if "{expert}" in weight.key else 1
             out = int(size(weight.stored.split(",")[0], dims(config, block=weight.block)))
             total += out * experts * layers_of(config, weight.scope)
