@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step, check_step
 from qwenjax.errors import InputError
 from qwenjax.ops import OPS
-from roofline.compiler import Traced, class_of, count_product_flops, is_product, op_of, trace_sampling, trace_step
-from roofline.compiler_cost import Tally, Work, reported_cost, rounding_bound, tally_program
+from roofline.compiler import class_of, count_product_flops, is_product, op_of, trace_sampling, trace_step
+from roofline.compiler_cost import Tally, Work, lowered_cost, rounding_bound, tally_program
 from roofline.formulas.attention import attention_flops
 from roofline.formulas.compiled import (
     UNSCOPED,
@@ -26,6 +26,9 @@ from roofline.formulas.compiled import (
     sampling_costs,
 )
 from roofline.formulas.compiled_training import training_costs
+
+if TYPE_CHECKING:
+    from jax.stages import Traced
 
 Kind = Literal["matmul", "attention", "grouped", "block_padding", "elementwise"]
 REMATS: tuple[Remat, ...] = ("none", "full", "dots")
@@ -183,7 +186,7 @@ def _checked(
         for work, (op, kind) in works.items()
         if (op, None if is_product(work) else kind) in wrong
     )
-    program, parts = reported_cost(traced.function, *traced.arguments), tally.total_reported()
+    program, parts = lowered_cost(traced), tally.total_reported()
     return StepCheck(
         step,
         tuple(sorted(rows, key=lambda row: (row.kind == "elementwise", _ORDER.get(row.op, len(_ORDER))))),

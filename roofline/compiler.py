@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
@@ -17,18 +17,11 @@ from roofline.formulas.compiled import UNSCOPED, CompiledPhase, CompiledStep, Wo
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
+    from jax.stages import Traced
 
     from roofline.compiler_cost import Work
 
 _NAMES = frozenset(op.name for op in OPS)
-
-
-class Traced(NamedTuple):
-    """A traced step: its jaxpr, and the function and shapes that the compiler lowers."""
-
-    jaxpr: Any
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
 
 
 def trace_step(config: ModelConfig, step: CompiledStep) -> Traced:
@@ -49,7 +42,7 @@ def trace_step(config: ModelConfig, step: CompiledStep) -> Traced:
     params, arguments, cache = step_shapes(config, phase, step.batch, step.query_len, step.kv_len, step.dtype)
     function = partial(functions[step.phase], config)
     shapes = (params, *arguments, cache)
-    return Traced(jax.make_jaxpr(function)(*shapes), function, shapes)
+    return jax.jit(function).trace(*shapes)
 
 
 def _trace_training(config: ModelConfig, step: CompiledStep) -> Traced:
@@ -67,7 +60,7 @@ def _trace_training(config: ModelConfig, step: CompiledStep) -> Traced:
     tokens = jax.ShapeDtypeStruct((step.batch, step.query_len), "int32")
     mask = jax.ShapeDtypeStruct((step.batch, step.query_len), "bool")
     function = partial(train_step_impl, config, settings)
-    return Traced(jax.make_jaxpr(function)(state, tokens, mask), function, (state, tokens, mask))
+    return jax.jit(function).trace(state, tokens, mask)
 
 
 def trace_sampling(config: ModelConfig, step: CompiledStep) -> Traced:
@@ -83,7 +76,7 @@ def trace_sampling(config: ModelConfig, step: CompiledStep) -> Traced:
     def greedy(logits_BV: Any, drawn_B: Any) -> Any:
         return choose(logits_BV, settings, drawn_B)
 
-    return Traced(jax.make_jaxpr(greedy)(logits_BV, drawn_B), greedy, (logits_BV, drawn_B))
+    return jax.jit(greedy).trace(logits_BV, drawn_B)
 
 
 def count_jaxpr_flops(config: ModelConfig, step: Step, dtype: str = "bfloat16") -> dict[str, int]:

@@ -17,6 +17,7 @@ from qwenjax.errors import InputError
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
+    from jax.stages import Traced
 
 LARGEST_EXACT = 2**24  # integers above it aren't all float32 numbers
 _CALLS = frozenset(
@@ -356,10 +357,17 @@ def _unexplained(equation: JaxprEqn, figure: float) -> InputError:
     )
 
 
-def reported_cost(function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
-    """What `lowered.cost_analysis()` says of a whole function for the CPU: float32 sums, each loop's body once."""
+def lowered_cost(traced: Traced) -> dict[str, float]:
+    """What `lowered.cost_analysis()` says of a whole program for the CPU: float32 sums, each loop's body once."""
     import jax
 
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        figures: Any = jax.jit(function).lower(*arguments).cost_analysis()
+        figures: Any = traced.lower().cost_analysis()
     return {name: float((figures or {}).get(name, 0.0)) for name in ("flops", "transcendentals")}
+
+
+def reported_cost(function: Callable[..., Any], *arguments: Any) -> dict[str, float]:
+    """The same of a function that isn't traced yet."""
+    import jax
+
+    return lowered_cost(jax.jit(function).trace(*arguments))
