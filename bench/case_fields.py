@@ -160,7 +160,7 @@ def weights_of(text: str) -> tuple[str, str | None, tuple[str, ...]]:
     if kv:
         weights = re.sub(r"[,+/]?\s*(fp8|int8|bf16|fp16)[\w ]*\bkv\b", "", weights, flags=re.I)
     weights = re.sub(r"\s*\((?![^)]*(int|bit)).*?\)|\bweights\b|\bdense\b", "", weights, flags=re.I).strip(" ,+")
-    assumed = ()
+    assumed: tuple[str, ...] = ()
     if weights.upper() in ("FP16/BF16", "BF16/FP16"):
         weights = "BF16"
     if not weights:

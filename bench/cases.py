@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 from case_fields import batch_of, engine_of, gpu_of, length_of, model_of, positive, version_of, weights_of
 from case_notes import Notes, context_of, per_request_tokens, read_notes
@@ -95,8 +95,13 @@ def read_rows(path: Path | str) -> Rows:
             made = _read_row(name, row, lengths)
         except (_Left, InputError) as reason:
             skipped.append(Skipped(name, str(reason)))
+            continue
+        if isinstance(made, Case):
+            cases.append(made)
+        elif isinstance(made, KernelCase):
+            kernels.append(made)
         else:
-            {Case: cases, KernelCase: kernels, MemoryCase: memories}[type(made)].append(made)  # type: ignore[arg-type]
+            memories.append(made)
     return Rows(tuple(cases), tuple(kernels), tuple(memories), tuple(skipped))
 
 
@@ -153,7 +158,7 @@ def _read_row(
     if metric not in METRICS:
         known = (*METRICS, *MEMORY_METRICS, *KERNEL_METRICS)
         raise InputError("metric", row["metric"] or None, "is not a known metric", f"Known: {', '.join(known)}")
-    return _case(name, grade, row, cast(Metric, metric), lengths)
+    return _case(name, grade, row, metric, lengths)
 
 
 def _leave_hardware_rows(row: Mapping[str, str]) -> None:

@@ -1,0 +1,125 @@
+"""Asks the package for each row's prediction: times from profiles, kernels from efficiencies, sizes from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cases import MemoryCase, Rows
+from kernel_cases import KernelCase, kernel_options
+from scored import Asked, Scored, is_quantized
+
+from qwenjax.errors import InputError
+from qwenjax.sharding import Mesh
+from roofline.count import count_kv_bytes_per_token
+from roofline.hardware import load_hardware
+from roofline.memory import peak_activation_bytes
+from roofline.timing.case import Case
+from roofline.timing.efficiency import load_efficiency
+from roofline.timing.kernels import attention_decode_s, attention_prefill_s, gemm_s, moe_s
+from roofline.timing.scheduling import Scheduler
+from roofline.timing.serving import CasePrediction, case_terms, figure, plan_case, predict_case
+from roofline.weight_schemes import stored_weight_bytes
+
+_IMPOSSIBLE = 1.02  # a figure that beats the roof by more than the rounding of its source
+_SUSPECT = 0.5  # |error| from which a row is held against the roof
+
+Predict = Callable[[Case], CasePrediction]
+
+
+def predict_rows(rows: Rows, predict: Predict = predict_case) -> list[Scored]:
+    """Every row of a file with its prediction or the reason why it has none, in the order of the kinds."""
+    asked: Sequence[Asked] = (*rows.cases, *rows.kernels, *rows.memories)
+    return [predict_row(one, predict) for one in asked] + [
+        Scored(left.id, skipped=left.reason) for left in rows.skipped
+    ]
+
+
+def predict_row(asked: Asked, predict: Predict = predict_case) -> Scored:
+    """One row's prediction in its own unit."""
+    try:
+        if isinstance(asked, Case):
+            return _time(asked, predict)
+        if isinstance(asked, KernelCase):
+            return _kernel(asked)
+        return _memory(asked)
+    except InputError as problem:
+        return Scored(asked.id, asked, skipped=str(problem))
+
+
+def _time(case: Case, predict: Predict) -> Scored:
+    made = predict(case)
+    if made.expected is None:
+        return Scored(case.id, case, skipped=made.reason_skipped or "no profile predicts it")
+    scored = Scored(case.id, case, made.expected, made.low, made.high, provenance=made.provenance)
+    if abs(scored.error or 0.0) > _SUSPECT and (roof := roof_of(case)) is not None and _beats(case, roof):
+        unit = "tokens/s" if case.is_rate else "ms"
+        problem = f"can't be: the roof of {case.hardware} is {roof:.4g} {unit}, and the row says {case.measured:g}"
+        return Scored(case.id, case, skipped=problem)
+    return scored
+
+
+def _beats(case: Case, roof: float) -> bool:
+    faster = case.measured / roof if case.is_rate else roof / case.measured
+    return faster > _IMPOSSIBLE
+
+
+def roof_of(case: Case) -> float | None:
+    """The best figure that the chip's peaks allow for a case, in the metric's unit."""
+    try:
+        plan = plan_case(case, Scheduler())
+        terms = case_terms(case, plan)
+    except InputError:
+        return None
+    seconds = float(plan.steps.times @ terms.bound_s)
+    return figure(plan, seconds) if seconds > 0 else None
+
+
+def _kernel(case: KernelCase) -> Scored:
+    chip = load_hardware(case.hardware)
+    efficiency, provenance = load_efficiency(chip)
+    size, options = case.sizes, kernel_options(case)
+    common: dict[str, Any] = {"chip": chip, "eff": efficiency}
+    if case.kind == "gemm":
+        seconds = gemm_s(size["m"], size["n"], size["k"], resident=case.repeated, **options, **common)
+    elif case.kind == "experts":
+        distinct = size["experts"] * (1 - (1 - size["per_token"] / size["experts"]) ** size["tokens"])
+        shape = (size["tokens"], size["hidden"], size["width"], size["per_token"], size["experts"], distinct)
+        seconds = moe_s(*shape, weight_bits=options["weight_bits"], **common)
+    else:
+        heads = (size["heads"], size["kv_heads"], size["head_dim"])
+        if case.kind == "decode attention":
+            seconds = attention_decode_s(size["batch"], size["kv_len"], *heads, **common)
+        else:
+            seconds = attention_prefill_s(size["batch"], size["query_len"], size["kv_len"], *heads, **common)
+    return Scored(case.id, case, case.rate(float(seconds)), provenance=provenance)
+
+
+def _memory(case: MemoryCase) -> Scored:
+    weights = stored_weight_bytes(case.config, case.weights, Mesh(tp=case.tp)) / case.pp
+    if case.metric == "weights_gib":
+        return Scored(case.id, case, weights / 2**30, provenance="exact: bytes of the weight scheme on one device")
+    if case.metric == "mem_gb":
+        return _peak(case, weights)
+    raise InputError("metric", case.metric, "isn't predicted", "The KV pool's rules are needed")
+
+
+def _peak(case: MemoryCase, weights: float) -> Scored:
+    """Peak allocation of transformers: weights, the cache of all tokens, and the widest activations of the prompt.
+
+    Quantised checkpoints of models with tied embeddings hold the output head apart. Old releases made float32 logits
+    of every prompt token, beside those in the weights' type. Leaves out the engine's other buffers.
+    """
+    config = case.config
+    if case.engine != "transformers" or "nvidia-smi" in case.note:
+        problem = "is what the engine was told to take, or the card's whole use"
+        raise InputError("mem_gb", case.measured, problem, "Score kv_tokens or weights_gib instead")
+    if case.output_len is None:
+        raise InputError("output_len", None, "is not stated", "The cache depends on it")
+    prompt = case.input_len or 1
+    cache = case.batch * (prompt + case.output_len) * count_kv_bytes_per_token(config, case.kv_dtype or "bfloat16")
+    untied = 2 * config.vocab_size * config.hidden_size if config.tie_word_embeddings and is_quantized(case) else 0
+    logits = case.batch * prompt * config.vocab_size * (4 + 2) if "fp32 logits" in case.note else 0
+    widest = max(logits, peak_activation_bytes(config, case.batch * prompt))
+    total = weights * max(1, case.pp) + untied + cache + widest
+    return Scored(case.id, case, total / 2**30, provenance="weights and cache exact, the widest activations estimated")

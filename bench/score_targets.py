@@ -1,0 +1,139 @@
+"""The accuracy to reach, group by group, beside what was reached and what the data themselves scatter."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from typing import Any, Final, NamedTuple
+
+from cases import MemoryCase
+from kernel_cases import KernelCase
+from scored import Asked, Scored, group, is_quantized, num_params
+
+from roofline.timing.case import Case
+
+_NEAR_LENGTH = 1.25  # lengths within this factor count as nearly the same
+
+
+class Target(NamedTuple):
+    """A group of rows with its goal for the median and 90th percentile of |error|."""
+
+    name: str
+    median: float
+    p90: float | None
+    takes: Callable[[Asked], bool]
+
+
+class Reached(NamedTuple):
+    """What a target's rows came to; scatter is the median difference of nearly equal rows of two sources."""
+
+    name: str
+    n: int
+    median_abs_error: float | None
+    p90_abs_error: float | None
+    median_target: float
+    p90_target: float | None
+    reached: bool | None
+    scatter: float | None
+    pairs: int
+
+    def record(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+def _time(asked: Asked) -> Case | None:
+    return asked if isinstance(asked, Case) and not asked.h20_qwen3_table else None
+
+
+def _is_prefill(case: Case) -> bool:
+    return case.metric in ("prefill_tok_s", "ttft_ms")
+
+
+def class_of(asked: Asked) -> str:
+    """The one target a row counts for: experts before quantised weights, these before several GPUs, then its metric."""
+    case = _time(asked)
+    if case is None:
+        return _other_class(asked)
+    if case.config.is_moe:
+        return "moe"
+    if is_quantized(case):
+        return "quantised"
+    if case.tp > 1:
+        return "tp"
+    if _is_prefill(case):
+        return "" if case.ttft_has_queueing or case.host_bound else "prefill"
+    if case.concurrency > 1 or case.saturated:
+        return "batched"
+    return "single" if num_params(case) >= 3e9 else ""
+
+
+def _other_class(asked: Asked) -> str:
+    if isinstance(asked, MemoryCase):
+        return "kv" if asked.metric in ("kv_tokens", "kv_gib") else ""
+    if not isinstance(asked, KernelCase) or not asked.hardware.startswith(("a100", "h100", "rtx-4090")):
+        return ""
+    return "" if asked.kind == "experts" else "4090 kernel" if asked.hardware == "rtx-4090" else "kernel"
+
+
+def _takes(name: str) -> Callable[[Asked], bool]:
+    return lambda asked: class_of(asked) == name
+
+
+TARGETS: Final = (
+    Target("single stream, 3B and more: decode and end-to-end", 0.04, 0.12, _takes("single")),
+    Target("batched throughput and TPOT", 0.08, 0.20, _takes("batched")),
+    Target("prefill and TTFT of clean rows", 0.08, 0.20, _takes("prefill")),
+    Target("tensor parallel 2 to 8", 0.06, 0.15, _takes("tp")),
+    Target("quantised weights", 0.08, 0.20, _takes("quantised")),
+    Target("mixtures of experts", 0.10, 0.25, _takes("moe")),
+    Target("GEMM and attention, A100 and H100", 0.08, None, _takes("kernel")),
+    Target("GEMM and attention, RTX 4090", 0.05, None, _takes("4090 kernel")),
+    Target("KV pool of vLLM's logs", 0.03, None, _takes("kv")),
+)
+
+
+def targets_reached(rows: Sequence[Scored]) -> list[Reached]:
+    """Each target with its rows' errors, and with the scatter of nearly equal rows from different sources."""
+    found = []
+    for target in TARGETS:
+        chosen = [row for row in rows if row.asked is not None and target.takes(row.asked)]
+        errors = group("target", target.name, chosen)
+        gaps = scatter(row.asked for row in chosen if row.asked is not None)
+        median, p90 = errors.median_abs_error, errors.p90_abs_error
+        reached = None
+        if median is not None and p90 is not None:
+            reached = median <= target.median and (target.p90 is None or p90 <= target.p90)
+        middle = statistics.median(gaps) if gaps else None
+        found.append(Reached(target.name, errors.n, median, p90, target.median, target.p90, reached, middle, len(gaps)))
+    return found
+
+
+def scatter(asked: Iterable[Asked]) -> list[float]:
+    """Relative differences of pairs of figures that describe nearly one setting and come from different sources.
+
+    One setting: the model's shape, GPU, engine, weight width, parallelism, metric, batch, and lengths within 25 %.
+    """
+    alike: dict[tuple[Any, ...], list[Case]] = {}
+    for one in asked:
+        if isinstance(one, Case):
+            alike.setdefault(_setting(one), []).append(one)
+    return [
+        abs(a.measured - b.measured) / min(a.measured, b.measured)
+        for cases in alike.values()
+        for a, b in combinations(cases, 2)
+        if (a.source, a.engine_version) != (b.source, b.engine_version) and _near(a, b)
+    ]
+
+
+def _setting(case: Case) -> tuple[Any, ...]:
+    config = case.config
+    shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_experts)
+    load = ("all", case.requests) if case.saturated else ("batch", case.concurrency)
+    run = (case.hardware, case.power_limit_watts, case.engine, is_quantized(case) and case.weights, case.tp, case.pp)
+    return (*shape, config.vocab_size, *run, case.metric, case.counts_prompt, case.prior_len, *load)
+
+
+def _near(a: Case, b: Case) -> bool:
+    lengths = ((a.input_len, b.input_len), (a.output_len, b.output_len))
+    return all(max(pair) <= _NEAR_LENGTH * min(pair) + 64 for pair in lengths)
