@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from qwenjax.command_line import say, show
-from qwenjax.config import ModelConfig
+from qwenjax.config import ModelConfig, check_architecture
 from qwenjax.errors import InputError
 from qwenjax.hf_reader import DTYPES
 from qwenjax.inspection import inspection_record
@@ -43,7 +43,7 @@ def init(
     qwenjax init Qwen3-0.6B --layers 2 -o tiny-qwen3
     qwenjax init path/to/config.json -o model --seed 7 --dtype float32
     """
-    read = ModelConfig.from_hf(config)
+    read = check_architecture(ModelConfig.from_hf(config))
     if dtype is not None and dtype not in DTYPES:
         raise InputError("--dtype", dtype, "is not a dtype of weights", f"Known: {', '.join(DTYPES)}.")
     if read.quantization is not None:

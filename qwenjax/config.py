@@ -12,7 +12,7 @@ from typing import Any
 
 from qwenjax.errors import InputError
 from qwenjax.field_reader import plain_integer
-from qwenjax.hf_keys import LARGEST, LIMITS, Note
+from qwenjax.hf_keys import FIRST_QWEN, LARGEST, LIMITS, MODEL_TYPES, MOE_TYPES, Note
 from qwenjax.hf_reader import read_fields
 from qwenjax.known_models import known_model_config, known_model_names
 from qwenjax.quantization import Quantization, read_hf_quant_config
@@ -21,8 +21,9 @@ from qwenjax.rope_config import RopeScaling
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder of the four architectures. Field names are Hugging Face's; sizes are element counts.
+    """One decoder of the four architectures, or of Llama, Mistral or Mixtral, whose costs alone are known.
 
+    Field names are Hugging Face's; sizes are element counts.
     `from_hf` reads a config.json; the constructor checks that the sizes fit together. eos_token_id has the ids of the
     generation_config.json beside it too.
     """
@@ -100,7 +101,7 @@ class ModelConfig:
     @cached_property
     def sparse_layers(self) -> tuple[int, ...]:
         """Indices of the mixture-of-experts layers; the others are dense."""
-        if not self.model_type.endswith("_moe") or self.num_experts == 0:
+        if self.model_type not in MOE_TYPES or self.num_experts == 0:
             return ()
         return tuple(
             i
@@ -149,7 +150,18 @@ def load_config(source: str | os.PathLike[str]) -> ModelConfig:
             "Give a config.json, a checkpoint folder or a known model: "
             f"{', '.join(known_model_names()[:3])}, ... (`roofline models` lists them).",
         )
-    return ModelConfig(**read_fields(known_model_config(text)), name=text.rsplit("/", 1)[-1])
+    facts = known_model_config(text)
+    fields = read_fields(facts, first_generation=facts["model_type"] == FIRST_QWEN)
+    return ModelConfig(**fields, name=text.rsplit("/", 1)[-1])
+
+
+def check_architecture(config: ModelConfig) -> ModelConfig:
+    """Refuses what the estimates count and no model here runs: Llama, Mistral, Mixtral and the first Qwen."""
+    if config.model_type not in MODEL_TYPES:
+        remedy = f"Models that run here: {', '.join(MODEL_TYPES)}."
+        problem = "runs in other libraries; here only its costs are known"
+        raise InputError("model_type", config.model_type, problem, remedy)
+    return config
 
 
 def _from_file(path: Path) -> ModelConfig:
@@ -262,7 +274,7 @@ def _check_sizes(config: ModelConfig) -> None:
         raise InputError(
             "mlp_only_layers", stray[0], f"is no layer of the {config.num_hidden_layers}", "Layers count from 0."
         )
-    if config.model_type.endswith("_moe") and not config.is_moe:
+    if config.model_type in MOE_TYPES and not config.is_moe:
         by_step = config.decoder_sparse_step > config.num_hidden_layers
         field = "num_experts" if not config.num_experts else "decoder_sparse_step" if by_step else "mlp_only_layers"
         raise InputError(

@@ -31,6 +31,11 @@ LIMITS = {
 }
 
 MODEL_TYPES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+# Decoders of which only the costs are known: the same operations, and weights that no model here loads.
+COST_TYPES = ("llama", "mistral", "mixtral")
+# The first Qwen generation: known sizes only, since its config.json has keys of its own.
+FIRST_QWEN = "qwen"
+MOE_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
 
 # Keys that ModelConfig reads. One spelling per concept; the other spellings are in ALIASES.
 USED = frozenset(
@@ -143,6 +148,10 @@ HARMLESS = frozenset(
         "_from_model_config",
     }
 )
+
+# Harmless in the configs of Llama, Mistral and Mixtral: how a matrix was cut in pretraining, training noise, and names
+# that conversion scripts left.
+LLAMA_HARMLESS = frozenset({"pretraining_tp", "router_jitter_noise", "max_sequence_length"})
 
 
 class Only(NamedTuple):

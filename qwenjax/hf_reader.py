@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from qwenjax import hf_keys
+from qwenjax import hf_keys, hf_llama
 from qwenjax.errors import InputError
 from qwenjax.field_reader import REQUIRED, FieldReader, plain_integer, wrong_type
 from qwenjax.hf_keys import Note
@@ -21,60 +21,72 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    hf_keys.FIRST_QWEN: "QWenLMHeadModel",
 }
-_KV_HEADS_DEFAULT = {"qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4}
+_KV_HEADS_DEFAULT = {"qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4, hf_keys.FIRST_QWEN: 32}
 _NAMES = ("model_type", "architectures", "hidden_act", "dtype", "torch_dtype")  # the keys whose values are text
 _MOE_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 _MOE_SWITCHES = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")
 
 
-def read_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The constructor arguments of ModelConfig that a parsed config.json states or implies."""
-    model_type = _check_model_type(data)
-    _check_refused(data)
+def read_fields(data: Mapping[str, Any], *, first_generation: bool = False) -> dict[str, Any]:
+    """The constructor arguments of ModelConfig that a parsed config.json states or implies.
+
+    first_generation: the data is of a known model of the first Qwen generation, in the keys of the second.
+    """
+    model_type = hf_keys.FIRST_QWEN if first_generation else _check_model_type(data)
+    llama = model_type in hf_keys.COST_TYPES
+    _check_refused(data, llama)
     _check_quoted(data)
     notes = _check_architectures(data, model_type)
     reader = FieldReader(data)
     layers = reader.integer("num_hidden_layers", REQUIRED)
     heads = reader.integer("num_attention_heads", REQUIRED)
     hidden = reader.integer("hidden_size", REQUIRED)
-    positions = reader.integer("max_position_embeddings", 32768, "missing; the class default 32768 taken")
-    rope = read_rope(reader.data, positions)
+    width = reader.integer("intermediate_size", REQUIRED)
+    default = hf_llama.POSITIONS_DEFAULT.get(model_type, 32768)
+    positions = reader.integer("max_position_embeddings", default, f"missing; the class default {default} taken")
+    rope = read_rope(reader.data, positions, llama)
+    qkv_bias, o_bias = hf_llama.read_biases(reader, model_type) if llama else _read_biases(reader, model_type)
+    read_windows = hf_llama.read_windows if llama else _read_sliding_windows
     fields = dict(
         model_type=model_type,
         vocab_size=reader.integer("vocab_size", REQUIRED),
         hidden_size=hidden,
-        intermediate_size=reader.integer("intermediate_size", REQUIRED),
+        intermediate_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=_read_kv_heads(reader, model_type, heads),
+        num_key_value_heads=(hf_llama.read_kv_heads if llama else _read_kv_heads)(reader, model_type, heads),
         head_dim=_read_head_dim(reader, model_type, hidden, heads),
         max_position_embeddings=positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, "missing; the class default 1e-06 taken"),
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         tie_word_embeddings=_read_tied(reader),
-        qkv_bias=_read_qkv_bias(reader, model_type),
-        attention_o_bias=model_type.startswith("qwen3") and reader.boolean("attention_bias", False),
-        sliding_windows=_read_sliding_windows(reader, model_type, layers),
+        qkv_bias=qkv_bias,
+        attention_o_bias=o_bias,
+        sliding_windows=read_windows(reader, model_type, layers),
         initializer_range=reader.number("initializer_range", 0.02),
         dtype=_read_dtype(reader),
         bos_token_id=_read_token(reader, "bos_token_id"),
         eos_token_id=_read_tokens(reader, "eos_token_id"),
         pad_token_id=_read_token(reader, "pad_token_id"),
         quantization=read_quantization(data.get("quantization_config")),
-        **_read_moe(reader, model_type),
+        **(hf_llama.read_mixtral(reader, width) if model_type == "mixtral" else _read_moe(reader, model_type)),
     )
     _check_other_values(reader, model_type)
     # Unknown keys last: a wrong value of a known key says more.
-    _check_unknown(data)
+    _check_unknown(data, llama)
     fields["notes"] = (*notes, *_check_legacy(data), *rope.remarks, *reader.notes)
     return fields
 
 
 def _check_model_type(data: Mapping[str, Any]) -> str:
     model_type = data.get("model_type")
-    known = ", ".join(hf_keys.MODEL_TYPES)
+    known = ", ".join((*hf_keys.MODEL_TYPES, *hf_keys.COST_TYPES))
     if model_type is None:
         for key, file in hf_keys.OTHER_FILES.items():
             if key in data:
@@ -84,7 +96,7 @@ def _check_model_type(data: Mapping[str, Any]) -> str:
         raise InputError("model_type", None, "is missing", f"A config.json must state it. Known here: {known}.")
     if not isinstance(model_type, str):
         raise InputError("model_type", model_type, "must be a string", f"Known here: {known}.")
-    if model_type not in hf_keys.MODEL_TYPES:
+    if model_type not in (*hf_keys.MODEL_TYPES, *hf_keys.COST_TYPES):
         reason = next(
             (text for prefix, text in hf_keys.FOREIGN_TYPES if model_type.startswith(prefix)), "is not implemented"
         )
@@ -92,9 +104,11 @@ def _check_model_type(data: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _check_refused(data: Mapping[str, Any]) -> None:
+def _check_refused(data: Mapping[str, Any], llama: bool) -> None:
     """Refuses keys that change the model in ways nothing here implements."""
     for key, value in data.items():
+        if llama and key in hf_keys.LLAMA_HARMLESS:
+            continue
         if key in hf_keys.REFUSED and value:
             raise InputError(
                 key, value, hf_keys.REFUSED[key], "Use a plain text checkpoint of the four Qwen architectures."
@@ -133,9 +147,10 @@ def _check_architectures(data: Mapping[str, Any], model_type: str) -> tuple[Note
     return (Note("warning", "architectures", text),)
 
 
-def _check_unknown(data: Mapping[str, Any]) -> None:
+def _check_unknown(data: Mapping[str, Any], llama: bool) -> None:
     spellings = {key for keys in hf_keys.ALIASES.values() for key in keys}
     passed = hf_keys.USED | spellings | hf_keys.HARMLESS | {*hf_keys.HARMLESS_ONLY, *hf_keys.REFUSED, *_LEGACY}
+    passed |= hf_keys.LLAMA_HARMLESS if llama else frozenset()
     unknown = sorted(set(data) - passed, key=str)
     if unknown:
         others = f" (also unknown: {', '.join(map(str, unknown[1:]))})" if unknown[1:] else ""
@@ -198,11 +213,17 @@ def _read_head_dim(reader: FieldReader, model_type: str, hidden: int, heads: int
     return hidden // heads
 
 
+def _read_biases(reader: FieldReader, model_type: str) -> tuple[bool, bool]:
+    """Whether q, k and v have biases, and whether o has one."""
+    qkv_bias = _read_qkv_bias(reader, model_type)
+    return qkv_bias, model_type.startswith("qwen3") and reader.boolean("attention_bias", False)
+
+
 def _read_qkv_bias(reader: FieldReader, model_type: str) -> bool:
-    if model_type == "qwen2":  # the class has no such switch: q, k and v always have biases
+    if model_type in ("qwen2", hf_keys.FIRST_QWEN):  # no such switch: q, k and v always have biases
         for key in ("attention_bias", "qkv_bias"):
             if not reader.boolean(key, True):
-                raise InputError(key, False, "qwen2 always has biases on q, k and v", "Remove the key.")
+                raise InputError(key, False, f"{model_type} always has biases on q, k and v", "Remove the key.")
         return True
     own, other = ("qkv_bias", "attention_bias") if model_type == "qwen2_moe" else ("attention_bias", "qkv_bias")
     bias = reader.boolean(own, own == "qkv_bias")
@@ -261,7 +282,7 @@ def _read_layer_types(reader: FieldReader, layers: int) -> list[str] | None:
 
 
 def _read_moe(reader: FieldReader, model_type: str) -> dict[str, Any]:
-    if not model_type.endswith("_moe"):
+    if model_type not in hf_keys.MOE_TYPES:
         _check_dense(reader, model_type)
         return {}
     experts = reader.integer("num_experts", REQUIRED, minimum=0)
@@ -279,13 +300,15 @@ def _read_moe(reader: FieldReader, model_type: str) -> dict[str, Any]:
 
 
 def _check_dense(reader: FieldReader, model_type: str) -> None:
+    sparse = f"{model_type}_moe"
+    remedy = f"Set model_type to {sparse} or remove the field." if sparse in _ARCHITECTURES else "Remove the field."
     for key in _MOE_SIZES:
         if reader.data.get(key):
             raise InputError(
                 key,
                 reader.data[key],
                 f"is a mixture-of-experts field in a dense {model_type}",
-                f"Set model_type to {model_type}_moe or remove the field.",
+                remedy,
             )
     for key in _MOE_SWITCHES:
         if key in reader.data:

@@ -1,6 +1,8 @@
-"""Facts of published Qwen models, so that a model's name works without a network or a config.json.
+"""Facts of published models, so that a model's name works without a network or a config.json.
 
-`data/known_models.csv` has one row for each model. An empty cell means that the fact doesn't apply, or that no source
+`data/known_models.csv` has one row for each Qwen model that runs here; `data/cost_models.csv` has those of which only
+the costs are known: Llama, Mistral, Mixtral and the first Qwen generation, that one in the keys of the second. An empty
+cell means that the fact doesn't apply, or that no source
 for it was found: the config then lacks the key, and whoever reads it takes the class default and says so.
 """
 
@@ -16,12 +18,13 @@ from typing import Any
 
 from qwenjax.errors import InputError
 
-_TABLE = Path(__file__).parent / "data" / "known_models.csv"
+_DATA = Path(__file__).parent / "data"
 _FLOATS = ("rope_theta", "rms_norm_eps")  # the other cells are JSON: integers, true and false, objects
 _WORDS = ("model_type", "torch_dtype")
-_FACTS_ONLY = ("hf_id", "stored_params", "stored_note", "source")
+_FACTS_ONLY = ("hf_id", "aliases", "stored_params", "stored_note", "source")
 _ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
-                  "qwen3_moe": "Qwen3MoeForCausalLM"}  # fmt: skip
+                  "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+                  "mixtral": "MixtralForCausalLM", "qwen": "QWenLMHeadModel"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,13 @@ class KnownModel:
     source: str
 
 
-def known_model_names() -> tuple[str, ...]:
-    """The Hugging Face ids of the known models, by generation and size."""
-    return tuple(row["hf_id"] for row in _rows())
+def known_model_names(*, runnable: bool = True) -> tuple[str, ...]:
+    """The Hugging Face ids of the known models, by generation and size.
+
+    Those of the architectures that run here; with runnable=False those whose costs alone are known follow.
+    """
+    rows = _rows("known_models.csv") if runnable else _all_rows()
+    return tuple(row["hf_id"] for row in rows)
 
 
 def known_model_config(name: str) -> dict[str, object]:
@@ -85,17 +92,22 @@ def _with_layers(quantization: Any, layers: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _rows() -> tuple[dict[str, str], ...]:
-    with _TABLE.open(encoding="utf-8", newline="") as file:
+def _rows(table: str) -> tuple[dict[str, str], ...]:
+    with (_DATA / table).open(encoding="utf-8", newline="") as file:
         return tuple(csv.DictReader(file))
+
+
+def _all_rows() -> tuple[dict[str, str], ...]:
+    return (*_rows("known_models.csv"), *_rows("cost_models.csv"))
 
 
 @functools.cache
 def _by_name() -> dict[str, dict[str, str]]:
     index = {}
-    for row in _rows():
-        hf_id = row["hf_id"].lower()
-        index[hf_id] = index[hf_id.rpartition("/")[2]] = row
+    for row in _all_rows():
+        owner, _, short = row["hf_id"].lower().rpartition("/")
+        for name in (short, *row.get("aliases", "").lower().split()):
+            index[name] = index[f"{owner}/{name}"] = row
     return index
 
 
@@ -110,7 +122,7 @@ def _find(name: str) -> dict[str, str]:
 def _near(name: str) -> str:
     """The known names that look most like this one, as the end of a sentence."""
     short = name.lower().rpartition("/")[2]
-    ids = {hf_id.lower().rpartition("/")[2]: hf_id for hf_id in known_model_names()}
+    ids = {hf_id.lower().rpartition("/")[2]: hf_id for hf_id in known_model_names(runnable=False)}
     longer = [known for known in ids if short and known.startswith(short)]
     near = list(dict.fromkeys(longer + difflib.get_close_matches(short, ids, n=4, cutoff=0.6)))[:4]
     return f"; near: {', '.join(ids[match] for match in near)}" if near else ""

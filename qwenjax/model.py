@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwenjax.cache import KVCache, advanced, append, cache_shapes, fill, rounded
-from qwenjax.config import ModelConfig
+from qwenjax.config import ModelConfig, check_architecture
 from qwenjax.errors import InputError
 from qwenjax.layers import apply_rope, attention, causal_mask, contract, rms_norm, rope_tables, swiglu
 from qwenjax.moe import choose_experts, router_logits, run_experts
@@ -347,6 +347,7 @@ Phase = Literal["prefill", "decode"]
 
 def check_runnable(config: ModelConfig) -> ModelConfig:
     """Refuses what the estimates can count and this model code can't run."""
+    check_architecture(config)
     if config.quantization is not None:
         raise InputError(
             "quantization_config",

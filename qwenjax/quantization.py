@@ -9,21 +9,30 @@ from typing import Any
 from qwenjax.errors import InputError
 from qwenjax.field_reader import plain_integer, wrong_type
 
-SUPPORTED_METHODS = ("fp8", "gptq", "awq", "modelopt")
+SUPPORTED_METHODS = ("fp8", "gptq", "awq", "modelopt", "compressed-tensors", "bitsandbytes", "fbgemm_fp8")
 NVFP4_GROUP = 16  # weights that share a scale, part of the format
 INTEGER_BITS = (2, 3, 4, 8)
+# compressed-tensors' type and bits: the name of the format, and of the type that activations take (none for int4).
+_COMPRESSED: dict[tuple[Any, Any], tuple[str, str]] = {
+    ("int", 4): ("INT", ""),
+    ("int", 8): ("INT", "int8"),
+    ("float", 8): ("FP8", "float8_e4m3fn"),
+    ("float", 4): ("NVFP4", "float4_e2m1fn"),
+}
 
 
 @dataclass(frozen=True)
 class Quantization:
     """How linear weights are stored. The model code here doesn't run quantised weights; the counts understand them."""
 
-    method: str  # fp8 (block scales), gptq, awq, modelopt
+    method: str  # one of SUPPORTED_METHODS
     bits: int  # of one stored weight
     group_size: int | None = None  # weights that share a scale along the input axis (gptq, awq, nvfp4)
     block: tuple[int, int] | None = None  # [out, in] weights that share a scale (fp8)
     modules_to_not_convert: tuple[str, ...] = ()
-    algorithm: str = ""  # modelopt's own name: FP8, NVFP4
+    algorithm: str = ""  # FP8, NVFP4 as modelopt calls them; INT; nf4 and fp4 of bitsandbytes
+    per_channel: bool = False  # one scale of each output; False without groups or blocks: of the whole matrix
+    activations: str = ""  # their narrow type, where the method leaves it open; empty: they keep theirs
 
 
 def read_quantization(value: Any) -> Quantization | None:
@@ -39,6 +48,14 @@ def read_quantization(value: Any) -> Quantization | None:
     if method == "modelopt":
         return _modelopt("quantization_config", value, "ignore")
     kept = _modules("quantization_config.modules_to_not_convert", value.get("modules_to_not_convert"))
+    if method == "compressed-tensors":
+        return _compressed(value)
+    if method == "bitsandbytes":
+        return _bitsandbytes(value)
+    if method == "fbgemm_fp8":  # Meta's: scales of outputs, activations scaled by token
+        return Quantization(method, 8, None, None, kept, "FP8", per_channel=True)
+    if method == "fp8" and value.get("weight_block_size") is None and "activation_scheme" in value:
+        return Quantization("fp8", 8, None, None, kept)  # one scale of each matrix
     if method == "fp8":
         return Quantization("fp8", 8, block=_block(value.get("weight_block_size")), modules_to_not_convert=kept)
     if method in ("gptq", "awq"):
@@ -72,6 +89,50 @@ def _modelopt(field: str, value: Mapping[str, Any], excluded: str) -> Quantizati
     kept = _modules(f"{field}.{excluded}", value.get(excluded))
     group = NVFP4_GROUP if algorithm == "NVFP4" else None
     return Quantization("modelopt", bits, group, modules_to_not_convert=kept, algorithm=str(algorithm))
+
+
+def _compressed(value: Mapping[str, Any]) -> Quantization:
+    """compressed-tensors: one config group for all linear layers, with a scale of a matrix, output, group or block."""
+    field = "quantization_config.config_groups"
+    groups = value.get("config_groups")
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        raise wrong_type(field, groups, "must be an object of one group", "Several at once aren't implemented.")
+    name, group = next(iter(groups.items()))
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise wrong_type(f"{field}.{name}.weights", weights, "must be an object", "Check the file.")
+    bits: Any = weights.get("num_bits")
+    kind, strategy = weights.get("type"), weights.get("strategy")
+    if not plain_integer(bits) or (kind, bits) not in _COMPRESSED:
+        problem = f"and type {kind!r} are no pair that is known here"
+        raise InputError(f"{field}.{name}.weights.num_bits", bits, problem, "Known: int of 4 or 8, float of 4 or 8.")
+    if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
+        must = "must be tensor, channel, group, block or tensor_group"
+        raise wrong_type(f"{field}.{name}.weights.strategy", strategy, must, "Check the file.")
+    inputs = group.get("input_activations") or {}
+    return Quantization(
+        "compressed-tensors",
+        bits,
+        _group_size(weights.get("group_size")) if strategy in ("group", "tensor_group") else None,
+        _block(weights.get("block_structure")) if strategy == "block" else None,
+        _modules("quantization_config.ignore", value.get("ignore")),
+        _COMPRESSED[kind, bits][0],
+        strategy == "channel",
+        _COMPRESSED.get((str(inputs.get("type")), inputs.get("num_bits")), ("", ""))[1],
+    )
+
+
+def _bitsandbytes(value: Mapping[str, Any]) -> Quantization:
+    """bitsandbytes: NormalFloat or float of 4 bits with a scale of 64 weights, or int8 with a scale of each output."""
+    kept = _modules("quantization_config.llm_int8_skip_modules", value.get("llm_int8_skip_modules"))
+    if value.get("load_in_4bit") is True:
+        kind = "fp4" if value.get("bnb_4bit_quant_type", "fp4") == "fp4" else "nf4"
+        twice = value.get("bnb_4bit_use_double_quant") is True  # the scales themselves in 8 bits
+        return Quantization("bitsandbytes", 4, 64, None, kept, f"{kind}-double" if twice else kind)
+    if value.get("load_in_8bit") is True:
+        return Quantization("bitsandbytes", 8, None, None, kept, "INT", per_channel=True, activations="int8")
+    problem = "and load_in_8bit are both off"
+    raise InputError("quantization_config.load_in_4bit", value.get("load_in_4bit"), problem, "Check the file.")
 
 
 def _one_of(value: Mapping[str, Any], *spellings: str) -> Any:

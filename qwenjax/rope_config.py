@@ -12,6 +12,7 @@ from qwenjax.field_reader import finite_number, plain_integer, wrong_type
 from qwenjax.hf_keys import LARGEST, Note
 
 SUPPORTED_TYPES = ("default", "linear", "yarn")
+LLAMA_TYPES = (*SUPPORTED_TYPES, "llama3")  # where only costs are asked for, which no frequency changes
 _REASONS = {
     "dynamic": "its frequencies depend on the longest position seen",
     "mrope": "it is the rotary embedding of vision models",
@@ -33,13 +34,14 @@ _KEYS = frozenset(
         "truncate",
     }
 )
+_LLAMA_KEYS = _KEYS | {"low_freq_factor", "high_freq_factor"}
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How rotary frequencies are stretched; fields as in transformers' rope parameters."""
 
-    rope_type: str  # "linear" or "yarn"
+    rope_type: str  # "linear" or "yarn"; "llama3" in models that don't run here
     factor: float
     original_max_position_embeddings: int
     attention_factor: float | None = None
@@ -59,16 +61,19 @@ class RopeReading:
     remarks: tuple[Note, ...]
 
 
-def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeReading:
-    """Merges rope_theta, rope_scaling and rope_parameters of a config.json; refuses spellings that disagree."""
+def read_rope(config: Mapping[str, Any], max_position_embeddings: int, llama: bool = False) -> RopeReading:
+    """Merges rope_theta, rope_scaling and rope_parameters of a config.json; refuses spellings that disagree.
+
+    llama: the config is of Llama's family, which has a scaling of its own and a base of 10000 unless it says otherwise.
+    """
     remarks: list[Note] = []
     blocks = {
-        key: _block(key, config[key], remarks)
+        key: _block(key, config[key], remarks, llama)
         for key in ("rope_parameters", "rope_scaling")
         if config.get(key) is not None
     }
-    theta = _theta(config, blocks, remarks)
-    scalings = {key: _scaling(key, block, max_position_embeddings, remarks) for key, block in blocks.items()}
+    theta = _theta(config, blocks, remarks, llama)
+    scalings = {key: _scaling(key, block, max_position_embeddings, remarks, llama) for key, block in blocks.items()}
     chosen = {key: scaling for key, scaling in scalings.items() if scaling is not None}
     if len(set(chosen.values())) > 1:
         raise InputError(
@@ -81,13 +86,14 @@ def read_rope(config: Mapping[str, Any], max_position_embeddings: int) -> RopeRe
     return RopeReading(theta, scaling, tuple(dict.fromkeys(remarks)))
 
 
-def _block(key: str, value: Any, remarks: list[Note]) -> Mapping[str, Any]:
+def _block(key: str, value: Any, remarks: list[Note], llama: bool) -> Mapping[str, Any]:
+    known = _LLAMA_KEYS if llama else _KEYS
     if not isinstance(value, Mapping):
         raise InputError(
             key, value, "must be null or an object", 'Write null, or {"rope_type": "yarn", "factor": 4.0}.'
         )
     for name in value:
-        if name in _KEYS:
+        if name in known:
             continue
         if name == "attn_factor":  # seen in DeepSeek-R1-0528-Qwen3-8B; transformers ignores it, and so do logits here
             remarks.append(
@@ -103,14 +109,16 @@ def _block(key: str, value: Any, remarks: list[Note]) -> Mapping[str, Any]:
             continue
         if name == "partial_rotary_factor" and value[name] in (None, 1):
             continue
-        raise InputError(f"{key}.{name}", value[name], "is not implemented", f"Known keys: {', '.join(sorted(_KEYS))}.")
+        raise InputError(f"{key}.{name}", value[name], "is not implemented", f"Known keys: {', '.join(sorted(known))}.")
     for name in ("factor", "rope_theta", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         if value.get(name) is not None:
             _positive(f"{key}.{name}", value[name])
     return value
 
 
-def _theta(config: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]], remarks: list[Note]) -> float:
+def _theta(
+    config: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]], remarks: list[Note], llama: bool
+) -> float:
     found = {f"{key}.rope_theta": block["rope_theta"] for key, block in blocks.items() if block.get("rope_theta")}
     if config.get("rope_theta") is not None:
         _positive("rope_theta", config["rope_theta"])
@@ -124,6 +132,9 @@ def _theta(config: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]], r
             f"is given twice with different values ({text})",
             "Keep one of them.",
         )
+    if not values and llama:
+        remarks.append(Note("default", "rope_theta", f"missing; {DEFAULT_THETA:g} as transformers takes it"))
+        return DEFAULT_THETA
     if not values:
         remarks.append(
             Note(
@@ -140,9 +151,9 @@ def _theta(config: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]], r
 
 
 def _scaling(
-    key: str, block: Mapping[str, Any], max_position_embeddings: int, remarks: list[Note]
+    key: str, block: Mapping[str, Any], max_position_embeddings: int, remarks: list[Note], llama: bool
 ) -> RopeScaling | None:
-    rope_type = _rope_type(key, block)
+    rope_type = _rope_type(key, block, LLAMA_TYPES if llama else SUPPORTED_TYPES)
     if rope_type == "default":
         if block.get("factor") is not None:
             remarks.append(Note("ignored", f"{key}.factor", "rope_type default doesn't stretch the context"))
@@ -182,7 +193,7 @@ def _scaling(
     )
 
 
-def _rope_type(key: str, block: Mapping[str, Any]) -> str:
+def _rope_type(key: str, block: Mapping[str, Any], known: tuple[str, ...]) -> str:
     types = {name: block[name] for name in ("rope_type", "type") if block.get(name) is not None}
     if len(set(map(repr, types.values()))) > 1:
         raise InputError(
@@ -190,12 +201,12 @@ def _rope_type(key: str, block: Mapping[str, Any]) -> str:
         )
     if not types and block.get("factor") is not None:
         problem = f"is missing beside the factor {block['factor']!r}"
-        raise InputError(f"{key}.rope_type", None, problem, f"Known: {', '.join(SUPPORTED_TYPES)}.")
+        raise InputError(f"{key}.rope_type", None, problem, f"Known: {', '.join(known)}.")
     rope_type = next(iter(types.values()), "default")
-    if not isinstance(rope_type, str) or rope_type not in SUPPORTED_TYPES:
+    if not isinstance(rope_type, str) or rope_type not in known:
         reason = _REASONS.get(rope_type) if isinstance(rope_type, str) else None
         problem = f"is not implemented{f': {reason}' if reason else ''}"
-        raise InputError(f"{key}.rope_type", rope_type, problem, f"Known: {', '.join(SUPPORTED_TYPES)}.")
+        raise InputError(f"{key}.rope_type", rope_type, problem, f"Known: {', '.join(known)}.")
     return rope_type
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from qwenjax.config import ModelConfig
+from qwenjax.config import ModelConfig, check_architecture
 from qwenjax.dims import dims, shape
 from qwenjax.ops import Scope, leaf_letters, weights_of
 
@@ -41,6 +41,7 @@ def tree_of(config: ModelConfig, make: Callable[[int | None, str], Any]) -> Para
 
 def _places(config: ModelConfig) -> dict[tuple[int | None, str], tuple[tuple[int, ...], str]]:
     """Shape and kind of initial value of every array, by its layer and leaf, in one order."""
+    check_architecture(config)
     scopes: list[tuple[int | None, tuple[Scope, ...]]] = [(None, ("model",))]
     scopes += [(i, layer_scopes(config, i)) for i in range(config.num_hidden_layers)]
     return {(i, leaf): kind for i, of_layer in scopes for leaf, kind in leaves_of(config, of_layer).items()}

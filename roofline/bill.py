@@ -81,7 +81,12 @@ def published_count(config: ModelConfig, known: KnownModel | None, model: str = 
     stored = True if "lm_head stored although tied" in terms else False if "no lm_head stored" in terms else None
     if stored is None:
         stored = _stores_head(model)
-    return count_stored_params(config, lm_head_stored=stored, zero_biases_stored="gptq zero biases" in terms)
+    return count_stored_params(
+        config,
+        lm_head_stored=stored,
+        zero_biases_stored="gptq zero biases" in terms,
+        inv_freq_stored="rotary inv_freq stored" in terms,
+    )
 
 
 def _stores_head(model: str) -> bool | None:

@@ -59,7 +59,7 @@ def models(
     roofline models Qwen2.5-7B
     roofline models Qwen2-57B-A14B Qwen3-30B-A3B
     """
-    chosen = [(ModelConfig.from_hf(name), known_facts(name)) for name in names or known_model_names()]
+    chosen = [(ModelConfig.from_hf(name), known_facts(name)) for name in names or known_model_names(runnable=False)]
     record = models_record(chosen, DtypePolicy.of(dtype or "bfloat16", kv_dtype))
     show(record, models_text if names else model_list_text, as_json)
 

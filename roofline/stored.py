@@ -31,18 +31,22 @@ def count_stored_params(
     *,
     lm_head_stored: bool | None = None,
     zero_biases_stored: bool = False,
+    inv_freq_stored: bool = False,
     group_scales_counted: bool = True,
 ) -> StoredCount:
     """Counts the elements that a checkpoint of this config stores, every difference with its reason.
 
-    A config can't say three things, so the caller does. lm_head_stored: whether the files hold lm_head.weight (None:
+    A config can't say four things, so the caller does. lm_head_stored: whether the files hold lm_head.weight (None:
     they do exactly if it isn't tied). zero_biases_stored: whether a GPTQ tool wrote biases of 0 for the linears that
-    have none. group_scales_counted: whether NVFP4's scales of 16 weights count, which differs between published counts.
+    have none. inv_freq_stored: whether each layer's rotary frequencies are there, as in Llama 2's.
+    group_scales_counted: whether NVFP4's scales of 16 weights count, which differs between published counts.
     """
     num_params = count_params(config).num_params
     terms = (*_lm_head(config, lm_head_stored), *_quantised(config, group_scales_counted))
     if zero_biases_stored:
         terms = (*terms, ("zero biases of linears that have none", _missing_biases(config)))
+    if inv_freq_stored:
+        terms = (*terms, ("rotary inv_freq of each layer", config.num_hidden_layers * (config.head_dim // 2)))
     differences = tuple((reason, count) for reason, count in terms if count)
     return StoredCount(num_params, num_params + sum(count for _, count in differences), differences)
 
@@ -62,6 +66,8 @@ def _quantised(config: ModelConfig, group_scales_counted: bool) -> tuple[tuple[s
         rows, columns = quantization.block
         scales = sum(-(-out // rows) * -(-into // columns) for out, into in _quantised_shapes(config))
         return ((f"FP8 scales of {rows}x{columns} blocks", scales),)
+    if quantization.method == "fbgemm_fp8":
+        return (("FP8 scales of outputs", sum(out for out, _ in _quantised_shapes(config))),)
     if quantization.algorithm == "NVFP4" and quantization.group_size:
         group = quantization.group_size
         shapes = tuple(_quantised_shapes(config))

@@ -173,17 +173,29 @@ def _with_group(scheme: WeightScheme, group: int) -> WeightScheme:
 
 
 def _stored_scheme(stored: Quantization) -> WeightScheme:
-    """What quantization_config says: bits, groups or blocks, and the modules that it leaves out."""
-    kept, group = stored.modules_to_not_convert, stored.group_size
+    """What quantization_config says: bits, groups or blocks, activations, and the modules that it leaves out."""
+    kept, bits, group = stored.modules_to_not_convert, stored.bits, stored.group_size
+    narrow = "float4_e2m1fn" if stored.algorithm == "NVFP4" else "float8_e4m3fn"
+    implied = narrow if stored.method in ("fp8", "fbgemm_fp8", "modelopt") else ""
+    compute = (stored.activations or implied,) if stored.activations or implied else ()
     if stored.method == "gptq":
-        return WeightScheme("gptq", _grouped(stored.bits, group, stored.bits, 32), activation="float16", kept=kept)
+        return WeightScheme("gptq", _grouped(bits, group, bits, 32), activation="float16", kept=kept)
     if stored.method == "awq":
-        return WeightScheme("awq", _grouped(stored.bits, group, stored.bits), activation="float16", kept=kept)
+        return WeightScheme("awq", _grouped(bits, group, bits), activation="float16", kept=kept)
+    if stored.method == "bitsandbytes" and group:
+        return WeightScheme(
+            "bitsandbytes", Packing(bits, (1, group), 8 if "double" in stored.algorithm else 32), kept=kept
+        )
     if stored.algorithm == "NVFP4":
-        return replace(SCHEMES["nvfp4"], kept=kept)
+        return WeightScheme(stored.method, Packing(bits, (1, group), 8), compute=compute, kept=kept)
     if stored.block:
-        return replace(SCHEMES["fp8-block"], linear=Packing(8, stored.block, 16), kept=kept)
-    return replace(SCHEMES["fp8"], kept=kept)
+        packing = Packing(bits, stored.block, 16)
+    elif group or stored.per_channel:
+        wide = stored.method in ("fbgemm_fp8", "bitsandbytes")  # float32 scales
+        packing = Packing(bits, (1, group), 32 if wide else 16)
+    else:
+        packing = Packing(bits, tile_bits=32)
+    return WeightScheme(stored.method, packing, compute=compute, kept=kept)
 
 
 def weight_bits(config: ModelConfig, scheme: WeightScheme) -> dict[str, int]:

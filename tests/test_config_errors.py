@@ -23,7 +23,7 @@ NUMBER = "Write a JSON number without quotes."
 INTEGER = "Write a JSON number without quotes or a point."
 BOOLEAN = "Write a JSON boolean without quotes."
 CHECK = "Check the file."
-TYPES = "Known here: qwen2, qwen3, qwen2_moe, qwen3_moe."
+TYPES = "Known here: qwen2, qwen3, qwen2_moe, qwen3_moe, llama, mistral, mixtral."
 UNKNOWN = "Remove it if it has no effect on the model, or report it."
 PLAIN = "Use a plain text checkpoint of the four Qwen architectures."
 MISSING = "is missing. A config.json of this model_type must state it; nothing is guessed."
@@ -160,7 +160,7 @@ CASES: list[tuple[str, Json, Json, str]] = [
     ("model type null", QWEN3, {"model_type": None}, f"model_type: is missing. A config.json must state it. {TYPES}"),
     ("model type a number", QWEN3, {"model_type": 3}, f"model_type = 3: must be a string. {TYPES}"),
     ("model type a list", QWEN3, {"model_type": ["qwen3"]}, f"model_type = ['qwen3']: must be a string. {TYPES}"),
-    ("model type unknown", QWEN3, {"model_type": "llama"}, f"model_type = 'llama': is not implemented. {TYPES}"),
+    ("model type unknown", QWEN3, {"model_type": "gemma2"}, f"model_type = 'gemma2': is not implemented. {TYPES}"),
     ("model type empty", QWEN3, {"model_type": ""}, f"model_type = '': is not implemented. {TYPES}"),
     ("model type in capitals", QWEN3, {"model_type": "Qwen3"}, f"model_type = 'Qwen3': is not implemented. {TYPES}"),
     (

@@ -16,7 +16,7 @@ from qwenjax.errors import InputError
 from roofline.count import count_params
 from roofline.stored import count_stored_params
 
-KNOWN_TYPES = "Known here: qwen2, qwen3, qwen2_moe, qwen3_moe."
+KNOWN_TYPES = "Known here: qwen2, qwen3, qwen2_moe, qwen3_moe, llama, mistral, mixtral."
 
 
 def _foreign(model_type: str, reason: str) -> str:

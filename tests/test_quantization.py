@@ -45,7 +45,7 @@ def test_kinds_that_are_read(block: Any, expected: Quantization | None) -> None:
     assert read(QWEN3, quantization_config=block).quantization == expected
 
 
-METHODS = "Known: fp8, gptq, awq, modelopt. Use the unquantised checkpoint."
+METHODS = "Known: fp8, gptq, awq, modelopt, compressed-tensors, bitsandbytes, fbgemm_fp8. Use the unquantised checkpoint."
 GROUP = "must be a positive integer, or -1 for the whole input axis. Qwen's checkpoints say 128."
 BLOCK = "must be two positive integers. Qwen's FP8 checkpoints say [128, 128]."
 
@@ -61,7 +61,7 @@ BLOCK = "must be two positive integers. Qwen's FP8 checkpoints say [128, 128]."
                 {"quant_method": method},
                 f"quantization_config.quant_method = {method!r}: must be a kind that is known here. {METHODS}",
             )
-            for method in ("bitsandbytes", "compressed-tensors", "mxfp4", "gguf", "FP8", 8, ["fp8"])
+            for method in ("hqq", "torchao", "mxfp4", "gguf", "FP8", 8, ["fp8"])
         ),
         *(
             ({**FP8, "weight_block_size": value}, f"quantization_config.weight_block_size = {value!r}: {BLOCK}")

@@ -25,7 +25,8 @@ def local_folder(source: str | os.PathLike[str], patterns: tuple[str, ...] = (*S
 
 
 def _hub_id(text: str) -> str:
-    known = {spelling.lower(): name for name in known_model_names() for spelling in (name, name.rpartition("/")[2])}
+    names = known_model_names(runnable=False)
+    known = {spelling.lower(): name for name in names for spelling in (name, name.rpartition("/")[2])}
     if text.lower() in known:
         return known[text.lower()]
     if text.startswith((".", "/", "~")) or not _ID.fullmatch(text):

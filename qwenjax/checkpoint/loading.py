@@ -16,7 +16,7 @@ from qwenjax.checkpoint.layout import Tensor
 from qwenjax.checkpoint.plan import Plan, Source, plan_loading, stored_bytes
 from qwenjax.checkpoint.reading import aligned_empty, equal, fill
 from qwenjax.checkpoint.shards import find_tensors
-from qwenjax.config import ModelConfig
+from qwenjax.config import ModelConfig, check_architecture
 from qwenjax.errors import InputError
 from qwenjax.hf_keys import Note
 from qwenjax.hf_reader import DTYPES
@@ -59,7 +59,7 @@ def load(
 def _read_config(source: str | os.PathLike[str]) -> ModelConfig:
     """The config, read and judged before any weights are downloaded."""
     folder = local_folder(source, SMALL_FILES)
-    config = ModelConfig.from_hf(folder)
+    config = check_architecture(ModelConfig.from_hf(folder))
     quantised.check_stated(config)
     return config if os.path.isdir(source) else replace(config, name=os.fspath(source).rpartition("/")[2])
 

@@ -12,7 +12,7 @@ from qwenjax.errors import InputError
 FP8 = "F8_E4M3"
 SCALE_SUFFIX = "_scale_inv"  # of the key of the FP8 tensor that it scales
 DEFAULT_BLOCK = (128, 128)  # [out, in] of Qwen's FP8 checkpoints, where no config says another
-_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "modelopt": "modelopt"}
+_NAMES = {"gptq": "GPTQ", "awq": "AWQ", "fbgemm_fp8": "FBGEMM"}
 _PLAIN = "Use the unquantised checkpoint, or Qwen's FP8 one."
 _MARKS = (  # how the keys of other kinds end; the first that is found gives the name
     (".g_idx", "GPTQ"),
@@ -40,7 +40,7 @@ def check_stated(config: ModelConfig) -> None:
     """Refuses a config that says its weights are of a kind that isn't loaded."""
     stated = config.quantization
     if stated is not None and stated.method != "fp8":
-        kind = " ".join(filter(None, (_NAMES[stated.method], stated.algorithm)))
+        kind = " ".join(filter(None, (_NAMES.get(stated.method, stated.method), stated.algorithm)))
         problem = f"{kind} checkpoints can't be loaded"
         raise InputError("quantization_config", stated.method, problem, _PLAIN)
 

@@ -96,7 +96,7 @@ def num_sparse_layers(config: ModelConfig) -> int:
     """Layers whose feed-forward block is a mixture: every `decoder_sparse_step`-th, those in `mlp_only_layers` left
     out.
     """
-    if config.num_experts == 0 or not config.model_type.endswith("_moe"):
+    if config.num_experts == 0 or config.model_type not in ("qwen2_moe", "qwen3_moe", "mixtral"):
         return 0
     step, dense_only = config.decoder_sparse_step, set(config.mlp_only_layers)
     return sum(1 for layer in range(config.num_hidden_layers) if (layer + 1) % step == 0 and layer not in dense_only)
