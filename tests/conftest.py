@@ -12,8 +12,8 @@ import pytest
 from qwenjax.errors import InputError
 from roofline.gpu_compile import check_compiler
 
-# Linux gives a process 65530 memory maps, and each program that XLA compiles for a CPU takes dozens: a whole suite would
-# end in an abort.
+# Linux gives a process 65530 memory maps, and each program that XLA compiles for a CPU takes dozens: a whole suite
+# would end in an abort.
 MOST_MAPS = 15_000
 MAPS = Path("/proc/self/maps")
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
