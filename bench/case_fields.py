@@ -65,7 +65,7 @@ _MODEL_ALIASES: Final[dict[str, str]] = {
     "llama-70b": "meta-llama/Llama-2-70b-hf",
 }
 _QUANTIZED_NAME: Final = re.compile(
-    r"[-_.]?(fp8(-dynamic)?|awq(-int4)?|gptq[-_]?(int[48])?|int[48]|quantized\.\w+|w\d+a\d+|bnb-4bit|nvfp4)$", re.I
+    r"[-_.]?(fp8(-dynamic)?|awq(-int4)?|gptq[-_]?(int[48])?|int[48]|quantized\.\w+|w\d+a\d+|bnb-4bit|nvfp4|gguf)$", re.I
 )
 _TUNED_NAME: Final = re.compile(r"[-_](hf|chat|instruct|it|v\d+(\.\d+)?)$", re.I)
 
@@ -134,7 +134,7 @@ def model_of(text: str) -> ModelConfig:
 @cache
 def _known_models() -> frozenset[str]:
     """Names without their owners, in lower case."""
-    return frozenset(name.rpartition("/")[2].lower() for name in known_model_names())
+    return frozenset(name.rpartition("/")[2].lower() for name in known_model_names(runnable=False))
 
 
 def _candidates(name: str) -> list[str]:

@@ -20,6 +20,8 @@ class Notes:
     attention_dp: bool = False
     host_bound: bool = False
     micro_batch: bool = False
+    is_offline: bool = False  # the batch is the engine's limit in a run of more requests
+    requests: int | None = None
     prior_len: int = 0
     pp: int | None = None
     cuda_graphs: bool | None = None
@@ -42,6 +44,8 @@ def read_notes(row: Mapping[str, str], engine: str, metric: str) -> Notes:
     micro = _number(r"micro-batch (\d+)", note)
     step_tokens = _number(r"max[-_]num[-_](?:batched[-_])?tokens[ =]+(\d+)", note)
     queueing, assumed = _queueing(note, metric)
+    if _says("TP assumed", note):
+        assumed = (*assumed, "tp = number of GPUs, which the source doesn't say")
     return Notes(
         counts_prompt=_counts_prompt(note, row["source"], metric),
         time_has_prefill=_time_has_prefill(note, engine, metric),
@@ -52,9 +56,11 @@ def read_notes(row: Mapping[str, str], engine: str, metric: str) -> Notes:
         attention_dp=_says(r"attention data-parallel|enable[-_]attention[-_]dp|dp attention", note),
         host_bound=_host_bound(row, engine),
         micro_batch=micro is not None,
+        is_offline=_says(r"profile_throughput|max batch \d", note),
+        requests=_number(r"num-prompts[ =](\d+)|(\d+) (?:\S+ )?(?:prompts|requests)\b", note),
         prior_len=_number(r"at depth (\d+)", note) or 0,
         pp=_number(r"\bPP(\d+)\b", note),
-        cuda_graphs=_cuda_graphs(note, engine),
+        cuda_graphs=False if "Splitwise" in row["framework"] else _cuda_graphs(note, engine),
         torch_compile=True if _says(r"torch\.compile", note) else None,
         flash_attention=_flash_attention(note),
         max_num_batched_tokens=micro or step_tokens,
@@ -90,7 +96,7 @@ def _says(pattern: str, text: str) -> bool:
 
 def _number(pattern: str, text: str) -> int | None:
     found = re.search(pattern, text, re.I)
-    return int(found[1]) if found else None
+    return int(next(group for group in found.groups() if group)) if found else None
 
 
 def _gib(pattern: str, text: str) -> float | None:
@@ -111,7 +117,8 @@ def _counts_prompt(note: str, source: str, metric: str) -> bool:
     if metric != "e2e_tok_s":
         return False
     return (
-        _says(r"\(prompt ?\+|encoded and generated|input ?\+ ?output", note) or "getting_started/speed_bench" in source
+        _says(r"\(prompt ?\+|encoded ?(and|\+) ?generated|input ?\+ ?output", note)
+        or "getting_started/speed_bench" in source
     )
 
 

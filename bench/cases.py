@@ -9,17 +9,18 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from case_fields import batch_of, engine_of, gpu_of, length_of, model_of, positive, version_of, weights_of
-from case_notes import Notes, context_of, per_request_tokens, read_notes
+from case_notes import Notes, read_notes
 from kernel_cases import KernelCase, kernel_case
+from time_cases import Run, parallelism_of, served_lengths, time_case
 
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
-from roofline.timing.case import METRICS, Case, Metric
+from roofline.timing.case import METRICS, Case
 
 COLUMNS: Final = (
     "grade", "id", "model", "framework", "framework_version", "gpu", "n_gpus", "tp", "dtype_or_quant",
@@ -27,7 +28,6 @@ COLUMNS: Final = (
 )  # fmt: skip
 MEMORY_METRICS: Final = ("mem_gb", "kv_tokens", "kv_gib", "weights_gib")
 KERNEL_METRICS: Final = ("bw_gb_s", "tflops")
-_LLAMA_BENCH: Final = 512, 128  # llama-bench's default prompt and generation
 
 
 class Skipped(NamedTuple):
@@ -83,7 +83,7 @@ def read_cases(path: Path | str) -> tuple[list[Case], list[Skipped]]:
 def read_rows(path: Path | str) -> Rows:
     """Every row of a CSV of the columns COLUMNS; raises InputError where the file isn't such a table."""
     cells = list(_rows_of(Path(path)))
-    lengths = _served_lengths([row for _, row, problem in cells if not problem])
+    lengths = served_lengths([row for _, row, problem in cells if not problem])
     cases: list[Case] = []
     kernels: list[KernelCase] = []
     memories: list[MemoryCase] = []
@@ -142,7 +142,7 @@ def _rejoin(header: list[str], line: list[str]) -> list[str]:
 
 
 def _read_row(
-    name: str, row: Mapping[str, str], lengths: Mapping[tuple[str, ...], tuple[int, int]]
+    name: str, row: Mapping[str, str], lengths: Mapping[Run, tuple[int, int]]
 ) -> Case | KernelCase | MemoryCase:
     grade = row["grade"].strip().upper()
     if grade == "C":
@@ -158,7 +158,7 @@ def _read_row(
     if metric not in METRICS:
         known = (*METRICS, *MEMORY_METRICS, *KERNEL_METRICS)
         raise InputError("metric", row["metric"] or None, "is not a known metric", f"Known: {', '.join(known)}")
-    return _case(name, grade, row, metric, lengths)
+    return time_case(name, grade, row, metric, lengths)
 
 
 def _leave_hardware_rows(row: Mapping[str, str]) -> None:
@@ -168,113 +168,6 @@ def _leave_hardware_rows(row: Mapping[str, str]) -> None:
         raise _Left("a figure of the card alone (datasheet, stream or best matmul), not of a kernel of a step")
 
 
-def _parallelism(row: Mapping[str, str], engine: str, notes: Notes) -> tuple[int, int]:
-    """(tp, pp): what shards each layer, and how many cards hold whole layers one after the other."""
-    gpus, tp = (int(positive(field, row[field].strip() or "1")) for field in ("n_gpus", "tp"))
-    if engine in ("llama.cpp", "transformers") and "row split" not in row["note"]:
-        return 1, max(gpus, tp)
-    if tp > gpus:
-        raise InputError("tp", tp, f"is more than the {gpus} GPUs", "Correct one of the two")
-    pp = notes.pp or (gpus // tp if notes.pp is None and gpus > tp else 1)
-    if gpus % tp or tp * pp > gpus:
-        raise InputError("tp", tp, f"doesn't divide the {gpus} GPUs", "Correct one of the two")
-    return tp, pp
-
-
-def _case(
-    name: str,
-    grade: str,
-    row: Mapping[str, str],
-    metric: Metric,
-    lengths: Mapping[tuple[str, ...], tuple[int, int]],
-) -> Case:
-    source, note = row["source"].strip(), row["note"].strip()
-    measured = positive("value", row["value"])
-    engine = engine_of(row["framework"])
-    gpu = gpu_of(row["gpu"], source)
-    config = model_of(row["model"])
-    weights, kv_dtype, unsaid = weights_of(row["dtype_or_quant"])
-    notes = read_notes(row, engine, metric)
-    tp, pp = _parallelism(row, engine, notes)
-    batch = batch_of(row["batch_or_concurrency"])
-    if notes.micro_batch:  # the column then holds the tokens of a step, of one sequence
-        batch = batch._replace(concurrency=1)
-    input_len, output_len, guessed = _lengths(row, engine, metric, notes, lengths)
-    needed = notes.prior_len + input_len + output_len
-    if needed > config.context_length:
-        config = replace(config, max_position_embeddings=needed, rope_scaling=None)
-    return Case(
-        id=name, grade=grade, model=row["model"].strip(), config=config, hardware=gpu.id, engine=engine,
-        engine_version=version_of(row["framework_version"]), weights=weights, metric=metric, measured=measured,
-        input_len=input_len, output_len=output_len, concurrency=batch.concurrency, saturated=batch.saturated,
-        requests=batch.requests, kv_dtype=kv_dtype, tp=tp, pp=pp, ep=tp if notes.expert_parallel else 1,
-        attention_dp=notes.attention_dp, counts_prompt=notes.counts_prompt, time_has_prefill=notes.time_has_prefill,
-        empty_context=engine == "llama.cpp" and input_len == 0 and metric == "decode_tok_s",
-        ttft_has_queueing=notes.ttft_has_queueing and batch.concurrency > 1, per_request=notes.per_request,
-        prior_len=notes.prior_len, static_batch=notes.static_batch, request_rate_per_s=batch.rate_per_s,
-        cuda_graphs=notes.cuda_graphs, torch_compile=notes.torch_compile, flash_attention=notes.flash_attention,
-        max_num_batched_tokens=notes.max_num_batched_tokens, max_num_seqs=notes.max_num_seqs,
-        max_model_len=notes.max_model_len, gpu_memory_utilization=notes.gpu_memory_utilization,
-        power_limit_watts=gpu.power_limit_watts, source=source, note=note,
-        assumed=(*gpu.assumed, *unsaid, *guessed, *notes.assumed),
-        h20_qwen3_table=gpu.id == "h20" and "Qwen3" in source and "speed_benchmark" in source,
-        host_bound=notes.host_bound,
-    )  # fmt: skip
-
-
-def _lengths(
-    row: Mapping[str, str],
-    engine: str,
-    metric: str,
-    notes: Notes,
-    served: Mapping[tuple[str, ...], tuple[int, int]],
-) -> tuple[int, int, tuple[str, ...]]:
-    """Prompt and output tokens, from the row, its note or the rows of the same run; and what was assumed."""
-    given, wanted = length_of("input_len", row["input_len"]), length_of("output_len", row["output_len"])
-    context = context_of(row["note"])
-    if context is not None and given is None:
-        return context, 1, ("input_len is the mean context of the window",)
-    if given is None and wanted is None and _run_of(row) in served:
-        prompt, output = served[_run_of(row)]
-        return prompt, output, (f"lengths {prompt} and {output} from requests/s and tokens/s of the same run",)
-    if notes.prior_len and given == notes.prior_len and wanted:
-        return (0, wanted, ()) if metric == "decode_tok_s" else (wanted, 0, ())
-    if given is None and wanted is not None and notes.counts_prompt:
-        return 1, wanted, ("input_len = 1, not stated, and tokens/s count it",)
-    if given is None and engine == "llama.cpp" and wanted is None:
-        prompt, output = _LLAMA_BENCH if metric == "prefill_tok_s" else (0, _LLAMA_BENCH[1])
-        return prompt, 0 if metric == "prefill_tok_s" else output, ("lengths as llama-bench's defaults, not stated",)
-    if given is None:
-        raise InputError("input_len", None, "is not stated", "The time depends on it")
-    if wanted is None and metric in ("ttft_ms", "prefill_tok_s"):
-        return given, 1, ()
-    if wanted is None:
-        raise InputError("output_len", None, "is not stated", "The time depends on it")
-    if given + wanted < 1 or (metric in ("ttft_ms", "prefill_tok_s") and given < 1):
-        raise InputError("input_len", given, "leaves nothing to time", "Give the tokens of the prompt")
-    return given, wanted, ()
-
-
-def _run_of(row: Mapping[str, str]) -> tuple[str, ...]:
-    fields = ("source", "model", "framework", "gpu", "n_gpus", "tp", "dtype_or_quant", "batch_or_concurrency", "note")
-    return tuple(row[field] for field in fields)
-
-
-def _served_lengths(rows: list[dict[str, str]]) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Mean prompt and output of runs whose note gives requests/s and whose rows give output and total tokens/s."""
-    seen: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in rows:
-        tokens = per_request_tokens(row["note"], row["metric"], row["value"])
-        if tokens is not None:
-            seen.setdefault(_run_of(row), {})[row["metric"].strip()] = tokens
-    found = {}
-    for run, tokens_of in seen.items():
-        total, output = tokens_of.get("throughput_total_tok_s"), tokens_of.get("throughput_out_tok_s")
-        if total is not None and output is not None and total > output >= 1:
-            found[run] = (round(total - output), round(output))
-    return found
-
-
 def _memory_case(name: str, grade: str, row: Mapping[str, str]) -> MemoryCase:
     engine = engine_of(row["framework"])
     notes = read_notes(row, engine, row["metric"])
@@ -282,7 +175,7 @@ def _memory_case(name: str, grade: str, row: Mapping[str, str]) -> MemoryCase:
         raise _Left("a negative pool: what is missing for the engine to start, not a size")
     measured = positive("value", row["value"])
     config = model_of(row["model"])
-    tp, pp = _parallelism(row, engine, notes)
+    tp, pp = parallelism_of(row, engine, notes)
     weights, kv_dtype, _ = weights_of(row["dtype_or_quant"])
     try:
         chip = gpu_of(row["gpu"], row["source"]).id

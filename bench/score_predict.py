@@ -65,10 +65,16 @@ def _beats(case: Case, roof: float) -> bool:
 
 
 def roof_of(case: Case) -> float | None:
-    """The best figure that the chip's peaks allow for a case, in the metric's unit."""
+    """The best figure that the chip's peaks allow for a case, in the metric's unit.
+
+    None for a queue, whose steps depend on how many sequences the engine lets in.
+    """
+    if case.saturated:
+        return None
+    scheduler = Scheduler()
     try:
-        plan = plan_case(case, Scheduler())
-        terms = case_terms(case, plan)
+        plan = plan_case(case, scheduler)
+        terms = case_terms(case, plan, scheduler)
     except InputError:
         return None
     seconds = float(plan.steps.times @ terms.bound_s)
@@ -107,8 +113,9 @@ def _memory(case: MemoryCase) -> Scored:
 def _peak(case: MemoryCase, weights: float) -> Scored:
     """Peak allocation of transformers: weights, the cache of all tokens, and the widest activations of the prompt.
 
-    Quantised checkpoints of models with tied embeddings hold the output head apart. Old releases made float32 logits
-    of every prompt token, beside those in the weights' type. Leaves out the engine's other buffers.
+    AWQ and FP8 checkpoints of models with tied embeddings hold the output head apart, GPTQ ones don't. Old
+    releases made float32 logits of every prompt token, beside those in the weights' type. Leaves out the
+    engine's other buffers.
     """
     config = case.config
     if case.engine != "transformers" or "nvidia-smi" in case.note:
@@ -118,7 +125,8 @@ def _peak(case: MemoryCase, weights: float) -> Scored:
         raise InputError("output_len", None, "is not stated", "The cache depends on it")
     prompt = case.input_len or 1
     cache = case.batch * (prompt + case.output_len) * count_kv_bytes_per_token(config, case.kv_dtype or "bfloat16")
-    untied = 2 * config.vocab_size * config.hidden_size if config.tie_word_embeddings and is_quantized(case) else 0
+    is_apart = config.tie_word_embeddings and is_quantized(case) and "gptq" not in case.weights.lower()
+    untied = 2 * config.vocab_size * config.hidden_size if is_apart else 0
     logits = case.batch * prompt * config.vocab_size * (4 + 2) if "fp32 logits" in case.note else 0
     widest = max(logits, peak_activation_bytes(config, case.batch * prompt))
     total = weights * max(1, case.pp) + untied + cache + widest
