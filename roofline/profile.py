@@ -1,19 +1,43 @@
-"""What an engine reaches of a device's peaks: the constants between the lower bound and a prediction."""
+"""What an engine reaches of a device's peaks: the constants between the lower bound and a prediction, as data files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
 
 from qwenjax.errors import InputError
+from roofline.hardware import Hardware, known_ids, load_hardware
+from roofline.timing.engine import CONSTANTS, Engine
+from roofline.timing.scheduling import Scheduler
+
+KINDS = ("single", "batched", "prefill")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Constants of one engine on one kind of device, and where they come from."""
+    """Constants of one engine, a range of its versions and a family of GPUs, and where they come from."""
 
     name: str
     source: str
     validation: str
+    engine: str = ""
+    versions: tuple[str, ...] = ()
+    hardware: tuple[str, ...] = ()
+    constants: Mapping[str, float] = field(default_factory=dict)
+    schemes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by kind of figure: factors on time
+    elsewhere: tuple[float, float] = (0.7, 1.6)  # the same on GPUs and versions that it wasn't fitted on
+    scheduler: Scheduler = field(default_factory=Scheduler)
+
+    @property
+    def engine_constants(self) -> Engine:
+        return Engine(self.constants, self.schemes)
 
 
 BOUND = Profile(
@@ -23,8 +47,148 @@ BOUND = Profile(
 )
 
 
-def load_profile(name: str) -> Profile:
-    """The profile of this name. Only the lower bound is known so far."""
-    if name.lower() != BOUND.name:
-        raise InputError("profile", name, "is not a profile that is known here", f"Known: {BOUND.name}.")
-    return BOUND
+@dataclass(frozen=True)
+class Choice:
+    """A profile for an engine on a GPU, and whether it was fitted there or is the nearest by architecture."""
+
+    profile: Profile
+    nearest: bool
+    reason: str
+
+    def interval(self, kind: str) -> tuple[float, float]:
+        """Factors on the expected time between which 4 of 5 unseen figures of this kind fall."""
+        own = self.profile.intervals.get(kind, self.profile.elsewhere)
+        if not self.nearest:
+            return own
+        wide = self.profile.elsewhere
+        return min(own[0], wide[0]), max(own[1], wide[1])
+
+    @property
+    def provenance(self) -> str:
+        return f"profile {self.profile.name}" + (f", the nearest: {self.reason}" if self.nearest else "")
+
+
+@cache
+def known_profiles() -> tuple[Profile, ...]:
+    """Every profile that comes with the package, by name."""
+    folder = resources.files("roofline") / "data" / "profiles"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".toml")) if folder.is_dir() else []
+    return tuple(parse_profile((folder / name).read_text(encoding="utf-8")) for name in names)
+
+
+def parse_profile(text: str) -> Profile:
+    """A profile from its TOML text; raises InputError for a constant that is unknown or out of its bounds."""
+    data: dict[str, Any] = tomllib.loads(text)
+    constants = {name: _checked(name, entry["value"]) for name, entry in data["constants"].items()}
+    schemes = {
+        scheme: {kind: _checked(f"scheme_{kind}", entry["value"]) for kind, entry in kinds.items()}
+        for scheme, kinds in data.get("schemes", {}).items()
+    }
+    intervals = {kind: (float(pair[0]), float(pair[1])) for kind, pair in data["intervals"].items()}
+    elsewhere = intervals.pop("elsewhere")
+    return Profile(
+        data["name"],
+        data["source"],
+        data["validation"],
+        data["engine"],
+        tuple(data["versions"]),
+        tuple(data["hardware"]),
+        constants,
+        schemes,
+        intervals,
+        elsewhere,
+        Scheduler(**{key: value for key, value in data["scheduler"].items() if key != "source"}),
+    )
+
+
+def _checked(name: str, value: object) -> float:
+    if name not in CONSTANTS:
+        raise InputError(name, value, "is not a constant of an engine", f"Known: {', '.join(CONSTANTS)}.")
+    bounds = CONSTANTS[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not bounds.low <= value <= bounds.high:
+        problem = f"must be from {bounds.low:g} to {bounds.high:g} {bounds.unit}"
+        raise InputError(name, value, problem, "Outside, a prediction could be above the roof, or the unit is another.")
+    return float(value)
+
+
+def load_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
+    """The profile of this name, or the best one of an engine of this name for a GPU."""
+    text = name.strip().lower()
+    if text == BOUND.name:
+        return Choice(BOUND, False, "")
+    named = next((profile for profile in known_profiles() if profile.name == text), None)
+    chip = hardware.id if isinstance(hardware, Hardware) else hardware
+    if named is not None:
+        fits = chip is None or chip in named.hardware
+        return Choice(named, not fits, "" if fits else f"it was fitted on {', '.join(named.hardware)}, not on {chip}")
+    engine, _, version = text.partition("==")
+    engines = tuple(dict.fromkeys(profile.engine for profile in known_profiles()))
+    if engine not in engines:
+        known = ", ".join(("bound", *engines, *(profile.name for profile in known_profiles())))
+        raise InputError("profile", name, "is not a profile or engine that is known here", f"Known: {known}.")
+    return choose_profile(known_profiles(), engine, hardware or "", version)
+
+
+def choose_profile(
+    profiles: Sequence[Profile], engine: str, hardware: Hardware | str, version: str = ""
+) -> Choice:
+    """The profile of an engine that is nearest in GPU architecture, then in version; any engine's where it has none."""
+    if not profiles:
+        raise InputError("profile", engine, "has no profiles to choose from", "Fit them with bench/fit.py.")
+    chip = _chip(hardware)
+    own = [profile for profile in profiles if profile.engine == engine]
+    candidates = own or [profile for profile in profiles if profile.engine == "any"] or list(profiles)
+
+    def far(profile: Profile) -> tuple[float, str]:
+        newest = -0.01 * max((_age(text) for text in profile.versions), default=0)
+        apart = min((abs(_age(version) - _age(text)) for text in profile.versions), default=0) if version else newest
+        return 10 * _apart(chip, hardware, profile) + apart, profile.name
+
+    best = min(candidates, key=far)
+    where = chip.id if chip else str(hardware)
+    reasons = []
+    if not own:
+        reasons.append(f"no profile of {engine} is known")
+    if where and where not in best.hardware:
+        reasons.append(f"nothing was fitted on {where}; by architecture {', '.join(best.hardware)} is nearest")
+    if version and own and min(abs(_age(version) - _age(text)) for text in best.versions) > 3:
+        reasons.append(f"version {version} is far from {', '.join(best.versions)}")
+    return Choice(best, bool(reasons), "; ".join(reasons))
+
+
+def _chip(hardware: Hardware | str) -> Hardware | None:
+    if isinstance(hardware, Hardware):
+        return hardware
+    return load_hardware(hardware) if hardware in known_ids() else None
+
+
+def _apart(chip: Hardware | None, hardware: Hardware | str, profile: Profile) -> float:
+    """0 on the same chip, up to 1 for the same compute capability or architecture, more beyond."""
+    if chip is None:
+        return 0.0
+    if chip.id in profile.hardware:
+        return 0.0
+    fitted = [load_hardware(name) for name in profile.hardware if name in known_ids()]
+    if not fitted:
+        return 3.0
+    return min(_between(chip, other) for other in fitted)
+
+
+def _between(chip: Hardware, other: Hardware) -> float:
+    wide = abs(math.log(chip.peak_bandwidth_bytes_per_s / other.peak_bandwidth_bytes_per_s)) / 10
+    if chip.compute_capability and chip.compute_capability == other.compute_capability:
+        return 0.3 + wide
+    if chip.architecture == other.architecture:
+        return 0.6 + wide
+    return (1.0 if chip.vendor == other.vendor else 2.5) + wide
+
+
+def _age(version: str) -> float:
+    """A version as a number that grows with time: releases of a year count for about ten minor versions."""
+    numbers = [int(part) for part in re.findall(r"\d+", version)]
+    if not numbers:
+        return 10.0
+    if numbers[0] >= 2000:  # a year instead of a version
+        return float(max(0, numbers[0] - 2023) * 6 + 2)
+    minor = numbers[1] if len(numbers) > 1 else 0
+    return float(numbers[0] * 20 + minor)

@@ -1,0 +1,120 @@
+"""Which rows each profile is fitted on, how its engine schedules, and what is usual of it where rows don't tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from roofline.timing.case import Case
+from roofline.timing.scheduling import Scheduler
+
+FREE: Final = (
+    "products_memory",
+    "products_compute",
+    "attention_decode",
+    "attention_prefill",
+    "experts",
+    "collectives",
+    "layer_s",
+    "prefill_layer_s",
+    "step_s",
+    "sequence_s",
+    "collective_call_s",
+    "host_layer_s",
+    "prefill_host_layer_s",
+    "request_s",
+)
+FAMILIES: Final = {
+    "a100": ("a100-80gb-sxm", "a100-40gb-sxm", "a100-80gb-pcie"),
+    "h100": ("h100-sxm",),
+    "h200": ("h200",),
+    "rtx-4090": ("rtx-4090",),
+    "rtx-3090": ("rtx-3090",),
+    "rtx-3080": ("rtx-3080",),
+    "rtx-5070-ti": ("rtx-5070-ti",),
+    "rtx-pro-6000": ("rtx-pro-6000", "rtx-pro-6000-server"),
+    "l4": ("l4",),
+    "a10": ("a10",),
+}
+# No launch is a CUDA graph's: each layer waits for the host.
+_EAGER: Final = Scheduler(max_num_batched_tokens=1 << 20, mixes=False, captured_context=0)
+
+
+@dataclass(frozen=True)
+class Group:
+    """An engine's versions on a family of GPUs: the rows of a profile."""
+
+    engine: str
+    versions: tuple[str, ...]  # how a row's version begins; empty text: not stated
+    family: str
+    scheduler: Scheduler
+    scheduler_source: str
+    usual: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        version = next((text for text in self.versions if text), "")
+        return "-".join(part for part in (self.engine, version, self.family) if part)
+
+    @property
+    def hardware(self) -> tuple[str, ...]:
+        return FAMILIES[self.family]
+
+    def takes(self, case: Case) -> bool:
+        """Whether a case is one of this profile's rows."""
+        if case.engine != self.engine or case.hardware not in self.hardware:
+            return False
+        return any(case.engine_version.startswith(text) if text else not case.engine_version for text in self.versions)
+
+
+_V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
+_V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
+_CAPTURED: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False, captured_context=8192)
+_CAPTURED_SOURCE: Final = f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture)"
+_V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
+_V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
+_V1: Final = Scheduler(max_num_batched_tokens=2048, max_num_seqs=256, mixes=True)
+_V1_SOURCE: Final = "vLLM V1 server on GPUs other than H100 class: 2048 tokens and 256 sequences a step, prompts join decodes"
+_SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
+_TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
+_TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"
+_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=256, mixes=False)
+_LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False)
+_LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens"
+_SLOW_ATTENTION: Final = {"attention_prefill": (6.0, 4.0), "prefill_host_layer_s": (0.0, 1e-4)}
+_BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
+_PLAIN_ATTENTION: Final = {"attention_decode": (3.0, 3.0), "attention_prefill": (3.0, 3.0), "step_s": (1e-3, 2e-3)}
+
+GROUPS: Final = (
+    Group("vllm", ("2023", "0.2"), "a100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
+    Group("vllm", ("2023", "0.2"), "h100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
+    Group("vllm", ("2024",), "a100", _V0, _V0_SOURCE),
+    Group("vllm", ("0.4", ""), "a100", _CAPTURED, _CAPTURED_SOURCE),
+    Group("vllm", ("0.6",), "a100", _V06, _V06_SOURCE),
+    Group("vllm", ("0.7",), "a100", _V0, _V0_SOURCE),
+    Group("vllm", ("0.7",), "h100", _V0, _V0_SOURCE),
+    Group("vllm", ("0.7",), "rtx-4090", _V0, _V0_SOURCE),
+    Group("vllm", ("0.7",), "l4", _V0, _V0_SOURCE),
+    Group("vllm", ("0.11", "0.10", "0.9"), "a100", _V1, _V1_SOURCE),
+    Group("vllm", ("0.19", "0.9", "0.10", "0.2"), "rtx-4090", _V1, _V1_SOURCE),
+    Group("vllm", ("0.20", "0.2"), "a100", _V1, _V1_SOURCE),
+    Group("vllm", ("0.2",), "rtx-5070-ti", _V1, _V1_SOURCE),
+    Group("vllm", ("0.2",), "rtx-pro-6000", _V1, _V1_SOURCE),
+    Group("sglang", ("0.5",), "a100", _SGLANG, "SGLang: chunks of 8192 tokens, decodes apart"),
+    Group("tensorrt-llm", ("2024",), "a100", _TRT, _TRT_SOURCE),
+    Group("tensorrt-llm", ("1.2",), "a100", _TRT, _TRT_SOURCE),
+    Group("tensorrt-llm", ("1.0",), "h100", _TRT, _TRT_SOURCE),
+    Group("tensorrt-llm", ("1.0",), "h200", _TRT, _TRT_SOURCE),
+    Group("lmdeploy", ("0.2",), "a100", _LMDEPLOY, "lmdeploy TurboMind: 8192 tokens of prompts a step, 256 sequences"),
+    Group("lmdeploy", ("",), "rtx-4090", _LMDEPLOY, "lmdeploy TurboMind: 8192 tokens of prompts a step, 256 sequences"),
+    Group("lmdeploy", ("2023",), "a10", _LMDEPLOY, "lmdeploy TurboMind: 8192 tokens of prompts a step, 256 sequences"),
+    Group("mlc-llm", ("",), "rtx-4090", _BATCH, "one batch"),
+    Group("llm-awq", ("",), "rtx-4090", _BATCH, "one batch"),
+    Group("gpt-fast", ("2024", ""), "a100", _BATCH, "one batch; torch.compile with CUDA graphs"),
+    Group("llama.cpp", ("2024",), "a100", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
+    Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
+    Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
+    Group("llama.cpp", ("",), "rtx-3080", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
+    Group("transformers", ("4.", "PyTorch", ""), "a100", _EAGER, "transformers: op by op, one batch", _PLAIN_ATTENTION),
+)

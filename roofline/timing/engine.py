@@ -1,0 +1,101 @@
+"""What an engine adds to its kernels: the constants of a profile, and the time of a step that they give.
+
+Each constant has a meaning, a unit and bounds that keep a prediction above the roof: factors on kernel seconds are at
+least 1, added seconds at least 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from roofline.timing.step import SECONDS, Terms
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Constant(NamedTuple):
+    """Meaning, unit and bounds of one constant, and where a fit starts and how far it strays without evidence."""
+
+    meaning: str
+    unit: str
+    low: float
+    high: float
+    start: float
+    spread: float
+
+
+CONSTANTS: Final[dict[str, Constant]] = {
+    "products_memory": Constant("slowdown of matrix products that wait for weights", "1", 1, 4, 1.03, 0.08),
+    "products_compute": Constant("slowdown of matrix products that wait for arithmetic", "1", 1, 8, 1.1, 0.2),
+    "attention_decode": Constant("slowdown of attention of decode steps", "1", 1, 40, 1.15, 0.3),
+    "attention_prefill": Constant("slowdown of attention of prompts", "1", 1, 40, 1.15, 0.3),
+    "experts": Constant("slowdown of the routed experts' products", "1", 1, 20, 1.2, 0.3),
+    "collectives": Constant("slowdown of collectives", "1", 1, 20, 1.2, 0.4),
+    "elementwise": Constant("slowdown of norms, rotations and activations", "1", 1, 10, 1.0, 0.3),
+    "layer_s": Constant("device idle in each layer of a decode step, between kernels", "s", 0, 1e-3, 3e-6, 6e-6),
+    "prefill_layer_s": Constant("device idle in each layer of a step with prompts", "s", 0, 5e-3, 1e-5, 3e-5),
+    "step_s": Constant("scheduling, sampling and what else a step waits for", "s", 0, 0.05, 4e-4, 8e-4),
+    "sequence_s": Constant("host work for each sequence that gets a token", "s", 0, 1e-3, 5e-6, 1.5e-5),
+    "collective_call_s": Constant("latency added to each collective", "s", 0, 1e-3, 2e-6, 6e-6),
+    "host_layer_s": Constant("least time of a layer of a decode step without CUDA graphs", "s", 0, 1e-2, 4e-4, 2e-4),
+    "prefill_host_layer_s": Constant("least time of a layer in a step with prompts", "s", 0, 1e-2, 3e-4, 2e-4),
+    "request_s": Constant("once a request, before its first token", "s", 0, 2.0, 2e-3, 1e-2),
+    "scheme_experts": Constant("further slowdown of routed experts with quantised weights", "1", 1, 8, 1.1, 0.2),
+    "scheme_memory": Constant("further slowdown of products that wait for quantised weights", "1", 1, 8, 1.15, 0.2),
+    "scheme_compute": Constant("further slowdown of products with quantised weights, by compute", "1", 1, 12, 1.3, 0.4),
+}
+SCHEME_KINDS: Final = ("memory", "compute", "experts")
+_SHARPNESS: Final = 6.0  # of the smooth maximum of device and host
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Values of the constants; those of weight schemes by scheme, `memory` and `compute` slowdown."""
+
+    constants: Mapping[str, float]
+    schemes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def of(self, name: str) -> float:
+        return float(self.constants.get(name, CONSTANTS[name].start))
+
+    def scheme(self, scheme: str) -> tuple[float, ...]:
+        """A weight scheme's slowdown by SCHEME_KINDS; 1 for weights as wide as the activations."""
+        if scheme == "":
+            return (1.0,) * len(SCHEME_KINDS)
+        known = self.schemes.get(scheme) or self._like(scheme)
+        return tuple(float(known.get(kind, CONSTANTS[f"scheme_{kind}"].start)) for kind in SCHEME_KINDS)
+
+    def _like(self, scheme: str) -> Mapping[str, float]:
+        """The constants of the nearest scheme that has some: of the same width."""
+        return next((kinds for name, kinds in self.schemes.items() if _width(name) == _width(scheme)), {})
+
+
+def _width(scheme: str) -> str:
+    return "4" if "4" in scheme or scheme.startswith("awq") else "8"
+
+
+def step_seconds(
+    terms: Terms, engine: Engine, memory: Any = 1.0, compute: Any = 1.0, experts: Any = 1.0
+) -> NDArray[Any]:
+    """Seconds of one run of each kind of step on this engine, never below the roofline's time of it.
+
+    memory, compute and experts: the weight scheme's own slowdown of products that wait for weights or for arithmetic,
+    and of routed experts.
+    """
+    import numpy as np
+
+    values = terms.values
+    scheme = {"products_memory": memory, "products_compute": compute, "experts": experts}
+    device: Any = 0.0
+    for name in SECONDS:
+        device = device + engine.of(name) * scheme.get(name, 1.0) * values[name]
+    device = device + engine.of("layer_s") * values["layers"] + engine.of("prefill_layer_s") * values["prefill_layers"]
+    device = device + engine.of("collective_call_s") * values["collective_calls"]
+    host = engine.of("host_layer_s") * values["eager_layers"] + engine.of("prefill_host_layer_s") * values["prefill_layers"]
+    top, low = np.maximum(device, host), np.minimum(device, host)
+    busy = top * (1 + (low / np.maximum(top, 1e-12)) ** _SHARPNESS) ** (1 / _SHARPNESS)
+    seconds = busy + engine.of("step_s") + engine.of("sequence_s") * values["sequences"]
+    return np.maximum(seconds, terms.bound_s)

@@ -1,0 +1,201 @@
+"""Which steps an engine runs for a workload: how many sequences decode, and how prompts are taken, step by step.
+
+Schedules don't depend on the time of a step: requests that wait at the start, or clients that send the next request
+when one ends, fill the same slots whatever a step takes. So a schedule is made once, and any engine's constants time it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roofline.timing.step import Steps
+
+SAMPLES = 12  # contexts at which a long run of decode steps is timed; between them time is all but linear
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """How an engine fills a step: tokens of prompts in one step, sequences at once, and whether prompts join decodes."""
+
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    mixes: bool = True  # chunks of prompts run in the same step as decodes
+    charged_output: float = 0.5  # of a request's output that its place in the KV pool is counted with, on average
+    captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
+    long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
+    long_chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal steps that run `times` times; the fields of `Steps`, one entry."""
+
+    times: float
+    decodes: float = 0.0
+    context: float = 1.0
+    prompts: float = 0.0
+    chunk: float = 0.0
+    reached: float = 1.0
+
+
+def as_steps(groups: Sequence[Group]) -> Steps:
+    import numpy as np
+
+    def column(name: str) -> Any:
+        return np.array([getattr(group, name) for group in groups], dtype=np.float64)
+
+    return Steps(*(column(name) for name in ("times", "decodes", "context", "prompts", "chunk", "reached")))
+
+
+def decode_groups(batch: float, first: int, steps: int, scale: float = 1.0) -> list[Group]:
+    """`steps` decode steps of `batch` sequences, the first attending `first` tokens, as a few groups of equal weight."""
+    if steps <= 0:
+        return []
+    parts = min(SAMPLES, steps)
+    length = steps / parts
+    return [Group(scale * length, batch, first + (part + 0.5) * length - 0.5) for part in range(parts)]
+
+
+def prefill_groups(batch: int, prompt: int, scheduler: Scheduler, prior: int = 0) -> list[Group]:
+    """Steps that take `batch` prompts: whole ones together up to the token limit, longer ones in chunks."""
+    limit = max(1, scheduler.max_num_batched_tokens)
+    if prompt <= 0 or batch <= 0:
+        return []
+    if prompt > limit:
+        full, rest = divmod(prompt, limit)
+        groups = [
+            Group(batch * share, prompts=1, chunk=limit, reached=prior + reached)
+            for share, reached in _spread(full, limit)
+        ]
+        return groups + ([Group(batch, prompts=1, chunk=rest, reached=prior + prompt)] if rest else [])
+    together = max(1, limit // prompt)
+    full, rest = divmod(batch, together)
+    groups = [Group(full, prompts=together, chunk=prompt, reached=prior + prompt)] if full else []
+    return groups + ([Group(1, prompts=rest, chunk=prompt, reached=prior + prompt)] if rest else [])
+
+
+def _spread(count: int, chunk: int) -> list[tuple[float, float]]:
+    """Chunk numbers 1..count as at most SAMPLES groups: how many each stands for, and the tokens reached on average."""
+    parts = min(SAMPLES, count)
+    length = count / parts
+    return [(length, chunk * ((part + 0.5) * length + 0.5)) for part in range(parts)]
+
+
+def steady_groups(concurrency: float, prompt: int, output: int, scheduler: Scheduler) -> list[Group]:
+    """One turn of a full house: each of `concurrency` places takes one prompt and makes `output` tokens."""
+    decodes = max(0, output - 1)
+    context = prompt + output / 2
+    prompts = prefill_groups(max(1, round(concurrency)), prompt, scheduler)
+    if not scheduler.mixes or concurrency <= 1:
+        return [*decode_groups(concurrency, prompt + 1, decodes), *prompts]
+    # Prompts come one by one, in steps that decode the others: as many of the turn's steps as there are chunks.
+    chunks = max(1, math.ceil(prompt / scheduler.max_num_batched_tokens))
+    chunk = prompt / chunks
+    carrying = concurrency * chunks
+    if carrying > decodes:  # more prompts than steps: several share one, up to the token limit
+        room = max(1.0, (scheduler.max_num_batched_tokens - concurrency) / max(chunk, 1.0))
+        steps = max(float(decodes), carrying / room)
+        share = carrying / max(steps, 1e-9)
+        return [Group(steps, concurrency * decodes / max(steps, 1.0), context, share, chunk, (prompt + chunk) / 2)]
+    mixed = Group(carrying, concurrency - 1, context, 1, chunk, (prompt + chunk) / 2)
+    return [mixed, *decode_groups(concurrency, prompt + 1, round(decodes - carrying))]
+
+
+def mean_wait_groups(groups: Sequence[Group]) -> list[Group]:
+    """The time until a prompt is done, on average over prompts that are taken step after step."""
+    left = total = sum(group.times * group.prompts for group in groups)
+    waited = []
+    for group in groups:
+        mine = group.times * group.prompts
+        step = mine / group.times
+        waited.append(replace(group, times=group.times * (left - (mine - step) / 2) / total))
+        left -= mine
+    return waited
+
+
+def queue_groups(
+    requests: Sequence[tuple[int, int]], places: int, pool_tokens: float, scheduler: Scheduler
+) -> list[Group]:
+    """All requests (prompt, output) wait at the start; first come, first served, as places and the KV pool allow.
+
+    A running request is charged its prompt and a part of its output. Decode steps between two ends are one group.
+    """
+    waiting, running, groups = list(reversed(requests)), [], []
+    while waiting or running:
+        admitted = _admit(waiting, running, places, pool_tokens, scheduler)
+        tokens = sum(prompt for prompt, _ in admitted)
+        steps = min((left for _, left in running), default=0)
+        prefill = math.ceil(tokens / scheduler.max_num_batched_tokens) if tokens else 0
+        if admitted:
+            chunk = min(tokens / len(admitted), scheduler.max_num_batched_tokens)
+            prompts = tokens / prefill / chunk
+            decoding = [entry for entry in running if entry[1] > 0] if scheduler.mixes else []
+            context = sum(entry[0] for entry in decoding) / len(decoding) if decoding else 1.0
+            mean = tokens / len(admitted)
+            groups.append(Group(prefill, len(decoding), context, prompts, chunk, (mean + chunk) / 2))
+            for entry in decoding:
+                moved = min(prefill, entry[1])
+                entry[0], entry[1] = entry[0] + moved, entry[1] - moved
+            running.extend([prompt + 1, output - 1] for prompt, output in admitted)
+        running = [entry for entry in running if entry[1] > 0]
+        steps = min((left for _, left in running), default=0)
+        if not running:
+            continue
+        context = sum(length for length, _ in running) / len(running)
+        groups.append(Group(steps, len(running), context + steps / 2))
+        for entry in running:
+            entry[0], entry[1] = entry[0] + steps, entry[1] - steps
+        running = [entry for entry in running if entry[1] > 0]
+    return _merged(groups)
+
+
+def _admit(
+    waiting: list[tuple[int, int]], running: list[list[int]], places: int, pool_tokens: float, scheduler: Scheduler
+) -> list[tuple[int, int]]:
+    held = sum(length + scheduler.charged_output * left for length, left in running)
+    admitted: list[tuple[int, int]] = []
+    while waiting and len(running) + len(admitted) < places:
+        prompt, output = waiting[-1]
+        need = prompt + scheduler.charged_output * output
+        if (running or admitted) and held + need > pool_tokens:
+            break
+        held += need
+        admitted.append(waiting.pop())
+    return admitted
+
+
+def _merged(groups: Sequence[Group]) -> list[Group]:
+    """Groups of about the same size as one, weighted by how often they run: a twentieth of the size is one bin."""
+    bins: dict[tuple[int, int], list[Group]] = {}
+    for group in groups:
+        key = (round(20 * math.log(group.decodes + 1)), round(20 * math.log(group.prompts * group.chunk + 1)))
+        bins.setdefault(key, []).append(group)
+    return [_mean(bins[key]) for key in sorted(bins)]
+
+
+def _mean(groups: Sequence[Group]) -> Group:
+    times = sum(group.times for group in groups)
+    fields = ("decodes", "context", "prompts", "chunk", "reached")
+    return Group(times, *(sum(getattr(g, name) * g.times for g in groups) / times for name in fields))
+
+
+def spread_lengths(mean_prompt: int, mean_output: int, count: int, widest: float) -> list[tuple[int, int]]:
+    """`count` requests whose lengths spread evenly from near 0 to `widest` times the mean, with these means.
+
+    Outputs are shuffled against prompts by a fixed stride, so that a run is the same each time.
+    """
+    low = 2.0 - widest
+
+    def length(mean: int, index: int) -> int:
+        share = (index % count + 0.5) / count
+        return max(1, round(mean * (low + (widest - low) * share)))
+
+    first, second = _coprime(count, 0.618), _coprime(count, 0.382)
+    return [(length(mean_prompt, index * second), length(mean_output, index * first)) for index in range(count)]
+
+
+def _coprime(count: int, share: float) -> int:
+    return next(step for step in range(round(count * share) | 1, 4 * count + 4, 2) if math.gcd(step, count) == 1)

@@ -1,0 +1,253 @@
+"""From a published figure's question to its answer: the steps that the timed run takes, and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from qwenjax.config import ModelConfig
+from qwenjax.errors import InputError
+from qwenjax.sharding import Mesh, check_mesh
+from roofline.count import count_kv_bytes_per_token, dtype_bits
+from roofline.hardware import Hardware, load_hardware
+from roofline.memory import peak_activation_bytes
+from roofline.timing.case import UNBOUNDED, Case
+from roofline.timing.efficiency import load_efficiency
+from roofline.timing.engine import Engine, step_seconds
+from roofline.timing.scheduling import (
+    Group,
+    Scheduler,
+    as_steps,
+    decode_groups,
+    mean_wait_groups,
+    prefill_groups,
+    queue_groups,
+    spread_lengths,
+    steady_groups,
+)
+from roofline.timing.step import Layout, Steps, Terms, step_terms
+from roofline.weight_schemes import WeightScheme, op_weight_bits, scheme_of, stored_weight_bytes
+
+if TYPE_CHECKING:
+    from roofline.profile import Profile
+
+Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
+_RESERVED_BYTES: Final = 2**30  # beside weights, activations and the KV pool: CUDA context and graphs, a round estimate
+_UTILIZATION: Final = 0.9
+_WIDEST: Final = 1.9  # of chat requests: the longest over the mean, lengths spread evenly
+_PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of the timed span, the requests that start in it, and the figure: tokens over time, or the time."""
+
+    steps: Steps
+    requests: float
+    tokens: float | None  # None: the figure is the time itself
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class CasePrediction:
+    """What a profile expects of a case, in the metric's unit, and the interval that 4 of 5 unseen rows fall into."""
+
+    expected: float | None
+    low: float | None
+    high: float | None
+    reason_skipped: str
+    provenance: str
+
+
+def plan_case(case: Case, scheduler: Scheduler) -> Plan:
+    """The steps whose times add up to a case's figure. Raises InputError where the case says too little."""
+    if case.input_len < 1 and case.output_len < 1:
+        raise InputError("input_len", case.input_len, "and no output length: nothing was timed", "State a length.")
+    long = case.input_len + case.output_len > scheduler.long_context
+    scheduler = replace(
+        scheduler,
+        max_num_batched_tokens=case.max_num_batched_tokens
+        or (scheduler.long_chunk if long else scheduler.max_num_batched_tokens),
+        max_num_seqs=case.max_num_seqs or scheduler.max_num_seqs,
+    )
+    if case.metric in ("prefill_tok_s", "ttft_ms"):
+        return _plan_prefill(case, scheduler)
+    if case.saturated:
+        return _plan_saturated(case, scheduler)
+    return _plan_batch(case, scheduler)
+
+
+def _plan_prefill(case: Case, scheduler: Scheduler) -> Plan:
+    batch = 1 if case.saturated else case.concurrency
+    groups = _pipelined(prefill_groups(batch, case.input_len, scheduler, case.prior_len), case.pp)
+    if case.metric == "prefill_tok_s":
+        return Plan(as_steps(groups), 0.0, float(batch * case.input_len), "prefill")
+    if case.ttft_has_queueing and batch > 1:
+        groups = mean_wait_groups(groups)
+    return Plan(as_steps(groups), 1.0, None, "prefill")
+
+
+def _pipelined(groups: Sequence[Group], stages: int) -> list[Group]:
+    """Chunks that follow each other through `stages` devices: all but the first and last overlap."""
+    chunks = sum(group.times for group in groups)
+    share = (chunks + stages - 1) / (chunks * stages) if chunks > 1 else 1.0
+    return [replace(group, times=group.times * share) for group in groups]
+
+
+def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
+    """One request, or a batch or clients in flight: `concurrency` sequences that decode together."""
+    batch, prompt = case.concurrency, case.input_len + case.prior_len
+    first = (0 if case.empty_context else prompt) + 1
+    stages = min(case.pp, batch)
+    kind: Kind = "single" if batch == 1 else "batched"
+    output = max(1, case.output_len)
+    if case.metric == "decode_tok_s" or (case.metric == "tpot_ms" and (batch == 1 or case.static_batch)):
+        steps = output if case.empty_context else max(1, output - 1)
+        groups = decode_groups(batch / stages, first, steps)
+        tokens = float(steps * (1 if case.per_request else batch / stages)) if case.is_rate else None
+        if tokens is None:
+            groups = [replace(group, times=group.times / steps) for group in groups]
+        return Plan(as_steps(groups), 0.0, tokens, kind)
+    decodes = decode_groups(batch / stages, first, output - 1)
+    prompts = _pipelined(prefill_groups(batch, case.input_len, scheduler), case.pp) if case.time_has_prefill else []
+    chat = batch > 1 and not case.static_batch and _is_chat(case)
+    if case.metric == "tpot_ms":
+        # Equal requests stay in step with each other: a request waits for half of the prompts, and later half of them
+        # take steps from it.
+        half = [replace(group, times=group.times / 2) for group in prompts]
+        groups = steady_groups(batch, prompt, output, scheduler) if chat else [*half, *decodes]
+        groups = [replace(group, times=group.times / max(1, output - 1)) for group in groups]
+        return Plan(as_steps(groups), 0.0, None, kind)
+    groups = steady_groups(batch, prompt, output, scheduler) if chat else [*prompts, *decodes]
+    each = output + (case.input_len if case.counts_prompt or case.metric == "throughput_total_tok_s" else 0)
+    return Plan(as_steps(groups), float(batch), float(each * (1 if case.per_request else batch)), kind)
+
+
+def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
+    prompt, output = case.input_len, max(1, case.output_len)
+    count = case.requests or case.concurrency
+    pool = _pool_tokens(case, scheduler.max_num_batched_tokens)
+    places = scheduler.max_num_seqs
+    charged = prompt + scheduler.charged_output * output
+    if case.concurrency >= UNBOUNDED or count > 20_000:
+        fitting = max(1.0, min(places, pool / charged))
+        groups, count = steady_groups(fitting, prompt, output, scheduler), round(fitting)
+    else:
+        widest = _WIDEST if _is_chat(case) else 1.0
+        groups = queue_groups(spread_lengths(prompt, output, count, widest), places, pool, scheduler)
+    if case.metric == "tpot_ms":
+        groups = [replace(group, times=group.times / max(1, output - 1)) for group in groups]
+        return Plan(as_steps(groups), 0.0, None, "batched")
+    each = output + (prompt if case.counts_prompt or case.metric == "throughput_total_tok_s" else 0)
+    return Plan(as_steps(groups), 0.0, float(count * each), "batched")
+
+
+def _is_chat(case: Case) -> bool:
+    """Whether lengths are those of conversations rather than all equal."""
+    return "sharegpt" in case.note.lower() or "suite" in case.note.lower()
+
+
+def _pool_tokens(case: Case, batched_tokens: int) -> float:
+    chip = load_hardware(case.hardware)
+    shards = 1 if case.attention_dp else case.tp
+    per_token = count_kv_bytes_per_token(case.config, case.kv_dtype or "bfloat16", Mesh(tp=shards)) / case.pp
+    weights = stored_weight_bytes(case.config, scheme_of(case.weights), Mesh(tp=case.tp)) / case.pp
+    budget = chip.usable_memory_bytes * (case.gpu_memory_utilization or _UTILIZATION)
+    reserved = _RESERVED_BYTES + peak_activation_bytes(case.config, batched_tokens, mesh=Mesh(tp=case.tp))
+    pool = budget - weights - reserved
+    if pool < per_token * (case.input_len + case.output_len):
+        pool = chip.usable_memory_bytes * 0.97 - weights - reserved / 3  # it ran, so it fitted somehow
+    if pool <= 0:
+        raise InputError("hardware", case.hardware, "doesn't hold the weights", "Check tp and the weight scheme.")
+    return max(pool / per_token * (case.tp if case.attention_dp else 1), float(case.input_len + case.output_len))
+
+
+def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
+    """The type in which a chip multiplies a scheme's weights: the first of the scheme's that it has, else bfloat16."""
+    return next((dtype for dtype in scheme.compute if dtype in chip.peak_flops_per_s), "bfloat16")
+
+
+def layout_of(
+    config: ModelConfig,
+    chip: Hardware,
+    weights: str,
+    *,
+    tp: int = 1,
+    kv_dtype: str | None = None,
+    dp: bool = False,
+    captured_context: float = float("inf"),
+) -> Layout:
+    """How a model in a weight scheme lies on `tp` devices."""
+    check_mesh(config, Mesh(tp=tp))
+    scheme = scheme_of(weights)
+    kv_bytes = dtype_bits(kv_dtype or "bfloat16") / 8
+    return Layout(
+        tp,
+        dp,
+        op_weight_bits(config, scheme),
+        compute_dtype_of(scheme, chip),
+        kv_bytes,
+        captured_context=captured_context,
+    )
+
+
+def scheme_key(weights: str) -> str:
+    """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits."""
+    name = scheme_of(weights).name
+    return "" if name in _PLAIN else name
+
+
+def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
+    """Kernel seconds of the kinds of steps of a case's plan."""
+    chip = load_hardware(case.hardware)
+    captured = {None: scheduler.captured_context, False: 0.0, True: float("inf")}[case.cuda_graphs]
+    layout = layout_of(
+        case.config,
+        chip,
+        case.weights,
+        tp=case.tp,
+        kv_dtype=case.kv_dtype,
+        dp=case.attention_dp,
+        captured_context=min(captured, scheduler.captured_context),
+    )
+    return step_terms(case.config, plan.steps, layout, chip, load_efficiency(chip)[0])
+
+
+def plan_seconds(plan: Plan, terms: Terms, engine: Engine, scheme: str) -> float:
+    """Seconds of the timed span on an engine."""
+    import numpy as np
+
+    seconds: Any = np.dot(plan.steps.times, step_seconds(terms, engine, *engine.scheme(scheme)))
+    return float(seconds) + plan.requests * engine.of("request_s")
+
+
+def figure(plan: Plan, seconds: float) -> float:
+    """The metric's value when the timed span takes so many seconds."""
+    return seconds * 1e3 if plan.tokens is None else plan.tokens / seconds
+
+
+def predict_case(case: Case, profiles: Sequence[Profile] | None = None) -> CasePrediction:
+    """What the best profile for a case's engine, version and GPU expects, in the metric's unit, with its interval.
+
+    Rates and times are never better than the roofline's. A case that can't be predicted has its reason instead.
+    """
+    from roofline.profile import choose_profile, known_profiles
+
+    try:
+        choice = choose_profile(
+            known_profiles() if profiles is None else profiles, case.engine, case.hardware, case.engine_version
+        )
+        plan = plan_case(case, choice.profile.scheduler)
+        terms = case_terms(case, plan, choice.profile.scheduler)
+    except InputError as error:
+        return CasePrediction(None, None, None, str(error), "")
+    engine = choice.profile.engine_constants
+    seconds = plan_seconds(plan, terms, engine, scheme_key(case.weights))
+    least = float(plan.steps.times @ terms.bound_s)
+    fast, slow = choice.interval(plan.kind)
+    times = (seconds, max(least, seconds * fast), seconds * slow)
+    expected, first, second = (figure(plan, value) for value in times)
+    return CasePrediction(expected, min(first, second), max(first, second), "", choice.provenance)
+
+

@@ -1,0 +1,268 @@
+"""What the steps of an engine are made of: kernel seconds by kind on one device, before any constant of the engine.
+
+A step may decode some sequences and take chunks of prompts at once, as engines with continuous batching run it. The
+ops, their letters and their shares of a mesh are those of `qwenjax.ops`; the seconds of each come from
+`roofline.timing.kernels`. Beside them stands the roofline's own time of the same step, which no prediction goes below.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from qwenjax.config import ModelConfig
+from qwenjax.dims import Step, dims, size
+from qwenjax.ops import Op, as_product, layers_of, ops_of
+from qwenjax.sharding import Mesh, device_fraction
+from roofline.count import distinct_experts
+from roofline.hardware import Hardware
+from roofline.timing.efficiency import Efficiency
+from roofline.timing.kernels import (
+    allreduce_s,
+    attention_decode_s,
+    attention_prefill_s,
+    elementwise_s,
+    gemm_s,
+    moe_s,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Seconds of a step, each scaled by one constant of the engine; then counts, each costing one.
+SECONDS = (
+    "products_memory",
+    "products_compute",
+    "attention_decode",
+    "attention_prefill",
+    "experts",
+    "elementwise",
+    "collectives",
+)
+COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
+_UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Kinds of engine steps, an entry each: arrays of one length.
+
+    `times` is how often the kind runs; it decodes `decodes` sequences that attend `context` tokens on average, and
+    takes `chunk` new tokens of each of `prompts` prompts, after which those attend `reached` tokens.
+    """
+
+    times: NDArray[Any]
+    decodes: NDArray[Any]
+    context: NDArray[Any]
+    prompts: NDArray[Any]
+    chunk: NDArray[Any]
+    reached: NDArray[Any]
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        return self.decodes + self.prompts * self.chunk
+
+    @property
+    def logit_rows(self) -> NDArray[Any]:
+        return self.decodes + self.prompts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model lies on the devices: element types, the weights' width by op, tensor and data parallelism.
+
+    attention_dp: attention runs whole on each device for its share of the sequences; only the rest is sharded.
+    """
+
+    tp: int = 1
+    attention_dp: bool = False
+    weight_bits: Mapping[str, float] = field(default_factory=dict)  # stored bits by op, scales included; else 16
+    compute_dtype: str = "bfloat16"  # of the products with narrow weights
+    kv_bytes: float = 2.0
+    experts: float | None = None  # distinct experts of a layer and step where they were counted
+    captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Kernel seconds and counts of each kind of step, by name; `bound_s` is the roofline's time of the same step."""
+
+    values: dict[str, NDArray[Any]]
+    bound_s: NDArray[Any]
+
+
+def step_terms(config: ModelConfig, steps: Steps, layout: Layout, chip: Hardware, eff: Efficiency) -> Terms:
+    """Seconds of each kind of kernel and the counts of one run of each kind of step, on one device of the mesh.
+
+    Sizes are tokens and sequences; seconds come from the chip's kernel constants and leave out what the engine adds.
+    """
+    return _Fold(config, steps, layout, chip, eff).terms()
+
+
+class _Fold:
+    """Goes over the ops of a step once, adding each one's kernel time and roofline time."""
+
+    def __init__(self, config: ModelConfig, steps: Steps, layout: Layout, chip: Hardware, eff: Efficiency) -> None:
+        import numpy as np
+
+        self.np, self.config, self.steps, self.layout = np, config, steps, layout
+        self.chip, self.eff = chip, eff
+        self.zero = np.zeros_like(steps.times, dtype=np.float64)
+        self.values = {name: self.zero.copy() for name in (*SECONDS, *COUNTS)}
+        self.bound_s = self.zero.copy()
+        self.bandwidth = chip.peak_bandwidth_bytes_per_s
+
+    def terms(self) -> Terms:
+        steps, layers = self.steps, float(self.config.num_hidden_layers)
+        for op in ops_of(self.config):
+            if op.kind == "matmul":
+                self.product(op)
+            elif op.kind in ("elementwise", "gather") and op.name not in _UNFUSED:
+                self.elementwise(op)
+        self.attention()
+        self.experts()
+        self.collectives()
+        prefills = (steps.prompts > 0) * 1.0
+        self.values["layers"] += layers * (1 - prefills)
+        self.values["eager_layers"] += layers * (1 - prefills) * (steps.context > self.layout.captured_context)
+        self.values["prefill_layers"] += layers * prefills
+        self.values["sequences"] += steps.logit_rows
+        return Terms(self.values, self.bound_s)
+
+    def peak(self, dtype: str) -> float:
+        """The roof of a product: the faster of the activations' rate and of the operands', where the chip has it."""
+        rates = self.chip.peak_flops_per_s
+        return max(rates[name] for name in ("bfloat16", "float16", dtype) if name in rates)
+
+    def sizes(self, op: Op) -> dict[str, Any]:
+        """Letters of an op with all tokens of the step in B, so that any mix of prompts and decodes is one product."""
+        tokens = self.steps.logit_rows if "U" in op.einsum else self.steps.tokens
+        return dims(self.config, Step(tokens, 1, 1), op.block)
+
+    def mesh(self, op_name: str) -> tuple[Mesh, float]:
+        """Mesh of an op, and the share of the step's rows that one device works on."""
+        if self.layout.attention_dp and op_name in ("qkv_proj", "o_proj", "rope", "qk_norm", "input_norm", "unembed"):
+            return Mesh(), 1 / self.layout.tp
+        return Mesh(tp=self.layout.tp), 1.0
+
+    def product(self, op: Op) -> None:
+        sizes, (mesh, share) = self.sizes(op), self.mesh(op.name)
+        product, layers = as_product(op.einsum), layers_of(self.config, op.scope)
+        rows = size(product.rows, sizes) * share
+        n = size(product.columns, sizes) * float(device_fraction(product.columns, self.config, mesh))
+        k = size(product.contracted, sizes) * float(device_fraction(product.contracted, self.config, mesh))
+        bits = self.layout.weight_bits.get(op.name, 16.0)
+        dtype = self.layout.compute_dtype if bits < 16 else "bfloat16"
+        dtype = dtype if dtype in self.chip.peak_flops_per_s else "bfloat16"
+        running = rows > 0
+        rows = self.np.maximum(rows, 1.0)
+        bias = n * 2.0 if op.name == "qkv_proj" and self.config.qkv_bias else 0.0
+        compute = 2.0 * rows * n * k / self.peak(dtype)
+        memory = (n * k * bits / 8 + bias) / self.bandwidth
+        seconds = gemm_s(rows, n, k, chip=self.chip, eff=self.eff, weight_bits=bits, dtype=dtype)
+        seconds = self.np.maximum(seconds, self.np.maximum(compute, memory)) * layers * running
+        by_memory = memory**2 / (memory**2 + compute**2)
+        self.values["products_memory"] += seconds * by_memory
+        self.values["products_compute"] += seconds * (1 - by_memory)
+        self.bound_s += self.np.maximum(compute, memory) * layers * running
+
+    def elementwise(self, op: Op) -> None:
+        sizes, (mesh, share) = self.sizes(op), self.mesh(op.name)
+        inputs, outputs = op.einsum.split("->")
+        operands = inputs.split(",")
+        operands = operands[:1] if op.kind == "gather" else operands[: len(operands) - len(op.leaves)]
+        elements = sum(
+            size(letters, sizes) * float(device_fraction(letters, self.config, mesh))
+            for letters in (*operands, *outputs.split(","))
+        )
+        layers = layers_of(self.config, op.scope)
+        seconds = elementwise_s(elements * share * 2.0, chip=self.chip, eff=self.eff) * layers
+        self.values["elementwise"] += seconds
+        if op.kv_write:
+            written = self.steps.tokens * share * self.kv_row_bytes()
+            self.bound_s += written * layers / self.bandwidth
+        if op.kind == "gather":
+            self.bound_s += self.steps.tokens * self.config.hidden_size * 2.0 / self.layout.tp / self.bandwidth
+
+    def heads(self) -> tuple[float, float, float]:
+        """Query heads and KV heads of one device, and its share of the sequences."""
+        heads, kv_heads, tp = self.config.num_attention_heads, self.config.num_key_value_heads, self.layout.tp
+        if self.layout.attention_dp:
+            return float(heads), float(kv_heads), 1 / tp
+        return heads / tp, max(1.0, kv_heads / tp), 1.0
+
+    def kv_row_bytes(self) -> float:
+        return 2 * self.heads()[1] * self.config.head_dim * self.layout.kv_bytes
+
+    def attention(self) -> None:
+        steps, np = self.steps, self.np
+        heads, kv_heads, share = self.heads()
+        sizes = {"chip": self.chip, "eff": self.eff, "kv_bytes": self.layout.kv_bytes}
+        peak, width = self.peak("bfloat16"), self.config.head_dim
+        for window, layers in Counter(self.config.sliding_windows).items():
+            context = steps.context if window is None else np.minimum(steps.context, window)
+            reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
+            batch, decoding = np.maximum(steps.decodes * share, 1e-9), steps.decodes > 0
+            seconds = attention_decode_s(batch, np.maximum(context, 1), heads, kv_heads, width, **sizes)
+            flops = 4.0 * steps.decodes * share * heads * width * context
+            moved = steps.decodes * share * context * self.kv_row_bytes()
+            # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
+            least = np.maximum(flops / peak, moved / self.bandwidth)
+            self.values["attention_decode"] += np.maximum(seconds * decoding, least) * layers
+            self.bound_s += least * layers
+
+            prompts, prefilling = np.maximum(steps.prompts * share, 1e-9), steps.prompts > 0
+            chunk = np.maximum(steps.chunk, 1)
+            pairs = steps.chunk * steps.reached - steps.chunk * (steps.chunk - 1) / 2
+            if window is not None:
+                pairs = _windowed(np, steps.reached, window) - _windowed(np, steps.reached - steps.chunk, window)
+            seconds = attention_prefill_s(
+                prompts, chunk, np.maximum(reached, chunk), heads, kv_heads, width, **sizes
+            )
+            flops = 4.0 * steps.prompts * share * heads * width * pairs
+            moved = steps.prompts * share * reached * self.kv_row_bytes()
+            least = np.maximum(flops / peak, moved / self.bandwidth)
+            self.values["attention_prefill"] += np.maximum(seconds * prefilling, least) * layers
+            self.bound_s += least * layers
+
+    def experts(self) -> None:
+        config, layout, np = self.config, self.layout, self.np
+        layers = len(config.sparse_layers)
+        if not layers:
+            return
+        tokens = self.steps.tokens.astype(np.float64)
+        counted = layout.experts
+        distinct = np.full_like(tokens, counted) if counted else distinct_experts(config, Step(tokens, 1, 1))
+        width, hidden = config.moe_intermediate_size / layout.tp, float(config.hidden_size)
+        per_token = float(config.num_experts_per_tok)
+        bits = layout.weight_bits.get("experts_gate_up_proj", 16.0)
+        kernels = {"chip": self.chip, "eff": self.eff, "weight_bits": bits}
+        seconds = moe_s(tokens, hidden, width, per_token, float(config.num_experts), distinct, **kernels)
+        compute = 6.0 * tokens * per_token * hidden * width / self.peak(layout.compute_dtype)
+        memory = 3.0 * distinct * hidden * width * bits / 8 / self.bandwidth
+        least = np.maximum(compute, memory)
+        self.values["experts"] += np.maximum(seconds, least) * layers
+        self.bound_s += least * layers
+
+    def collectives(self) -> None:
+        config, tp = self.config, self.layout.tp
+        link = self.chip.peer_link
+        if tp == 1 or link is None:
+            return
+        payload = self.steps.tokens * config.hidden_size * 2.0
+        logits = self.steps.logit_rows * config.vocab_size * 2.0 * (tp - 1) / tp / link.one_way_bytes_per_s
+        calls = 2.0 * config.num_hidden_layers + 1
+        one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
+        least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
+        self.values["collectives"] += self.np.maximum(one, least) * calls + logits
+        self.values["collective_calls"] += calls
+        self.bound_s += least * calls + logits
+
+
+def _windowed(np: Any, positions: Any, window: int) -> Any:
+    """Pairs of the first `positions` queries when each sees at most `window` keys."""
+    short = np.minimum(positions, window)
+    return short * (short + 1) / 2 + (positions - short) * window
+
