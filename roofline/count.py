@@ -12,46 +12,14 @@ from qwenjax.dims import Step, check_step, dims, size
 from qwenjax.errors import InputError
 from qwenjax.ops import GROUPS, KV, WEIGHTS, Op, Weight, layers_of, ops_of, weights_of
 from qwenjax.sharding import Mesh, check_mesh, device_fraction
+from roofline.dtypes import DTYPE_BITS as DTYPE_BITS
+from roofline.dtypes import DtypePolicy as DtypePolicy
+from roofline.dtypes import dtype_bits as dtype_bits
+from roofline.weight_schemes import WeightScheme, stored_weight_bytes
 
 Attention = Literal["causal", "dense"]
 Logits = Literal["last", "all"]
 Experts = Literal["expected", "all"] | int
-
-DTYPE_BITS = {
-    "float64": 64,
-    "float32": 32,
-    "bfloat16": 16,
-    "float16": 16,
-    "float8_e4m3fn": 8,
-    "float8_e5m2": 8,
-    "int8": 8,
-    "int4": 4,
-}
-
-
-def dtype_bits(dtype: str, field: str = "dtype") -> int:
-    """Bits of one element of a JAX dtype."""
-    if dtype not in DTYPE_BITS:
-        raise InputError(field, dtype, "is not a dtype that is known here", f"Known: {', '.join(DTYPE_BITS)}.")
-    return DTYPE_BITS[dtype]
-
-
-@dataclass(frozen=True)
-class DtypePolicy:
-    """Element types by tensor class, as JAX names."""
-
-    weight: str = "bfloat16"
-    activation: str = "bfloat16"
-    kv: str = "bfloat16"
-
-    @classmethod
-    def of(cls, dtype: str, kv_dtype: str | None = None) -> DtypePolicy:
-        """One dtype for weights and activations (activations stay 16 bits wide when weights are narrower)."""
-        dtype_bits(dtype)
-        activation = dtype if DTYPE_BITS[dtype] >= 16 else "bfloat16"
-        kv = kv_dtype or activation
-        dtype_bits(kv, "kv_dtype")
-        return cls(dtype, activation, kv)
 
 
 @dataclass(frozen=True)
@@ -98,13 +66,19 @@ def count_weight(config: ModelConfig, weight: Weight) -> int:
     return int(size(weight.letters, dims(config, block=weight.block))) * layers_of(config, weight.scope)
 
 
-def count_params(config: ModelConfig, dtype: str = "bfloat16", kv_dtype: str | None = None) -> ParamCounts:
+def count_params(
+    config: ModelConfig,
+    dtype: str | None = "bfloat16",
+    kv_dtype: str | None = None,
+    weights: str | WeightScheme | None = None,
+) -> ParamCounts:
     """Counts parameters by group, bytes at the given dtypes, and the FLOPs that one token costs.
 
+    weights is a scheme (awq, fp8, ..., or `stored`) in place of the dtype, see `DtypePolicy.for_model`.
     A tied output head is 0 parameters and still costs its FLOPs. FLOPs are those of matrix products, two for each
     multiply-add; attention's are apart, since they grow with the context.
     """
-    policy = DtypePolicy.of(dtype, kv_dtype)
+    policy = DtypePolicy.for_model(config, dtype, kv_dtype, weights)
     groups = dict.fromkeys(GROUPS, 0)
     for weight in weights_of(config):
         groups[weight.group] += count_weight(config, weight)
@@ -128,7 +102,7 @@ def count_params(config: ModelConfig, dtype: str = "bfloat16", kv_dtype: str | N
         num_matmul_params=active_matmul + idle,
         num_active_matmul_params=active_matmul,
         groups=groups,
-        weight_bytes=-(-total * dtype_bits(policy.weight) // 8),
+        weight_bytes=_resident_bytes(config, policy, Mesh()),
         kv_bytes_per_token=_kv_bytes(config, policy, Mesh()),
         flops_per_token={"backbone": sum(token.values()) - head, "lm_head": head, "total": sum(token.values())},
         attention_flops=_attention_constants(config),
@@ -146,8 +120,9 @@ def count_step(
     config: ModelConfig,
     step: Step,
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = "bfloat16",
     kv_dtype: str | None = None,
+    weights: str | WeightScheme | None = None,
     attention: Attention = "causal",
     logits: Logits = "last",
     experts: Experts = "expected",
@@ -156,6 +131,7 @@ def count_step(
 ) -> tuple[CountRow, ...]:
     """Counts every op of one step, in order, on the fullest device of the mesh.
 
+    weights: a scheme (awq, fp8, ..., or `stored`) in place of the dtype, see `DtypePolicy.for_model`.
     attention: causal counts the pairs that the mask keeps, dense all of them (what a plain matrix product executes).
     logits: how many positions of a prefill reach the output head. experts: distinct experts whose weights a step reads
     in each layer, expected under uniform routing, all, or a measured number. Step sizes may be numpy arrays.
@@ -166,7 +142,7 @@ def count_step(
         check_mesh(config, mesh)
     _check_choice("attention", attention, ("causal", "dense"))
     _check_choice("logits", logits, ("last", "all"))
-    fold = _Fold(config, step, DtypePolicy.of(dtype, kv_dtype), attention, logits, mesh)
+    fold = _Fold(config, step, DtypePolicy.for_model(config, dtype, kv_dtype, weights), attention, logits, mesh)
     distinct = distinct_experts(config, step, experts) if config.is_moe else 0
     return tuple(fold.row(op, distinct) for op in ops_of(config))
 
@@ -211,6 +187,7 @@ class _Fold:
     ) -> None:
         self.config, self.step, self.policy, self.mesh = config, step, policy, mesh
         self.attention, self.logits = attention, logits
+        self.bits = policy.weight_bits(config)
 
     def row(self, op: Op, distinct: Any) -> CountRow:
         layers = layers_of(self.config, op.scope)
@@ -265,7 +242,7 @@ class _Fold:
                     elements = size("BTD", sizes)  # one row for each token
                 if op.kind == "grouped":
                     elements = elements // self.config.num_experts * distinct
-                bits = bits + _scaled(elements, share) * dtype_bits(self.policy.weight)
+                bits = bits + _weighed(_scaled(elements, share), self.bits[weight.name])
         return _bytes(bits)
 
     def kv_bytes(self, names: tuple[str, ...], reading: bool) -> Any:
@@ -315,13 +292,23 @@ def count_kv_bytes_per_token(config: ModelConfig, kv_dtype: str = "bfloat16", me
     return _kv_bytes(config, DtypePolicy(kv=kv_dtype), mesh or Mesh())
 
 
-def count_weight_bytes(config: ModelConfig, dtype: str = "bfloat16", mesh: Mesh | None = None) -> int:
-    """Resident bytes of all weights on the fullest device."""
-    mesh = mesh or Mesh()
+def count_weight_bytes(
+    config: ModelConfig,
+    dtype: str | None = "bfloat16",
+    mesh: Mesh | None = None,
+    weights: str | WeightScheme | None = None,
+) -> int:
+    """Resident bytes of all weights on the fullest device; with a scheme, of scales and what isn't quantised too."""
+    return _resident_bytes(config, DtypePolicy.for_model(config, dtype, None, weights), mesh or Mesh())
+
+
+def _resident_bytes(config: ModelConfig, policy: DtypePolicy, mesh: Mesh) -> int:
+    if policy.scheme is not None:
+        return stored_weight_bytes(config, policy.scheme, mesh)
     elements = sum(
         _scaled(count_weight(config, w), device_fraction(w.letters, config, mesh)) for w in weights_of(config)
     )
-    return int(-(-elements * dtype_bits(dtype) // 8))
+    return int(-(-elements * dtype_bits(policy.weight) // 8))
 
 
 def sum_rows(rows: Iterator[CountRow] | tuple[CountRow, ...]) -> dict[str, Any]:
@@ -339,6 +326,11 @@ def _scaled(value: Any, share: Any) -> Any:
         if hasattr(value, "shape")
         else value * share
     )
+
+
+def _weighed(elements: Any, bits: Any) -> Any:
+    """Bits of some elements; a mean of bits is a fraction, which numpy's arrays can't hold."""
+    return elements * (float(bits) if hasattr(elements, "shape") or isinstance(elements, float) else bits)
 
 
 def _whole(value: Any) -> Any:

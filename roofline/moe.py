@@ -13,6 +13,7 @@ from qwenjax.sharding import Mesh
 from roofline.count import Experts, count_step, distinct_experts
 from roofline.hardware import Hardware
 from roofline.predict import Bandwidth, predict_step
+from roofline.weight_schemes import WeightScheme
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,9 @@ def count_experts(
     *,
     context: int = 1,
     hardware: Hardware | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
+    weights: str | WeightScheme | None = None,
     tp: int = 1,
     ep: int = 1,
     bandwidth: Bandwidth = "peak",
@@ -46,21 +48,21 @@ def count_experts(
             "Give a mixture-of-experts model, such as Qwen3-30B-A3B.",
         )  # fmt: skip
 
+    kinds: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "weights": weights}
+
     def row(batch: int) -> ExpertsRow:
         step = Step.decode(batch, context)
         mesh = Mesh(tp, ep)
-        read = _weight_bytes(config, step, "expected", dtype, mesh)
-        most = _weight_bytes(config, step, "all", dtype, mesh)
+        read = _weight_bytes(config, step, "expected", kinds, mesh)
+        most = _weight_bytes(config, step, "all", kinds, mesh)
         time_s = None
         if hardware is not None:
-            time_s = predict_step(
-                config, step, hardware, dtype=dtype, kv_dtype=kv_dtype, tp=tp, ep=ep, bandwidth=bandwidth
-            ).time_s
+            time_s = predict_step(config, step, hardware, tp=tp, ep=ep, bandwidth=bandwidth, **kinds).time_s
         return ExpertsRow(batch, distinct_experts(config, step), read, read / batch, max(0.0, 1 - read / most), time_s)
 
     return tuple(row(batch) for batch in batches)
 
 
-def _weight_bytes(config: ModelConfig, step: Step, experts: Experts, dtype: str, mesh: Mesh) -> Any:
-    rows = count_step(config, step, dtype=dtype, experts=experts, mesh=mesh)
+def _weight_bytes(config: ModelConfig, step: Step, experts: Experts, kinds: dict[str, Any], mesh: Mesh) -> Any:
+    rows = count_step(config, step, **kinds, experts=experts, mesh=mesh)
     return sum(row.weight_bytes for row in rows if row.kind != "gather")

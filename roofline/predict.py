@@ -24,6 +24,7 @@ from roofline.count import (
 )
 from roofline.hardware import Hardware, load_hardware
 from roofline.utilization import compute_mbu, compute_mfu
+from roofline.weight_schemes import WeightScheme
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -93,11 +94,13 @@ class StepTime:
 
 
 def device_of(hardware: Hardware, policy: DtypePolicy, bandwidth: Bandwidth = "peak") -> Device:
-    """The roof for these dtypes. Narrow weights compute at the faster of their own and the activations' rate."""
+    """The roof for these dtypes. Narrow weights compute at the faster of their own and the activations' rate.
+
+    Of a weight scheme, that is the activations' where it stores weights only, and its narrow type's otherwise.
+    """
+    narrow = (policy.weight,) if policy.scheme is None else policy.scheme.compute
     rates = [
-        hardware.peak_flops_per_s[dtype]
-        for dtype in (policy.weight, policy.activation)
-        if dtype in hardware.peak_flops_per_s
+        hardware.peak_flops_per_s[dtype] for dtype in (*narrow, policy.activation) if dtype in hardware.peak_flops_per_s
     ]
     flops_per_s = max(rates) if rates else hardware.flops_per_s(policy.activation)
     link = hardware.peer_link
@@ -132,8 +135,9 @@ def predict_step(
     step: Step,
     hardware: Hardware | str,
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
+    weights: str | WeightScheme | None = None,
     attention: Attention = "causal",
     logits: Logits = "last",
     experts: Experts = "expected",
@@ -144,15 +148,15 @@ def predict_step(
     """Least time of one step: each op takes the longer of FLOPs at the peak and bytes at the bandwidth.
 
     Bytes are weights and KV cache; activations can stay on the chip, so they are left out, and so are launches. What
-    is left out makes real steps slower, never faster.
+    is left out makes real steps slower, never faster. weights: a scheme (awq, fp8, ..., or `stored`) in place of the
+    dtype; without both a quantised checkpoint's own.
     """
     check_step(config, step)
     mesh = check_mesh(config, Mesh(tp, ep))
     hardware = load_hardware(hardware) if isinstance(hardware, str) else hardware
-    policy = DtypePolicy.of(dtype, kv_dtype)
-    rows = count_step(
-        config, step, dtype=dtype, kv_dtype=kv_dtype, attention=attention, logits=logits, experts=experts, mesh=mesh
-    )
+    policy = DtypePolicy.for_model(config, dtype, kv_dtype, weights)
+    kinds: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "weights": weights}
+    rows = count_step(config, step, attention=attention, logits=logits, experts=experts, mesh=mesh, **kinds)
     comms = count_comms(config, step, mesh, policy.activation, logits)
     return time_step(rows, comms, device_of(hardware, policy, bandwidth))
 
@@ -201,8 +205,9 @@ def sweep(
     batch: ArrayLike,
     context: ArrayLike,
     *,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
+    weights: str | WeightScheme | None = None,
     bandwidth: Bandwidth = "peak",
 ) -> dict[str, NDArray[Any]]:
     """Decode steps over every device, batch and context at once: arrays of [device, batch, context].
@@ -220,10 +225,12 @@ def sweep(
             "Choose values within.",
         )
     chips = [load_hardware(item) if isinstance(item, str) else item for item in hardware]
-    policy = DtypePolicy.of(dtype, kv_dtype)
-    rows = count_step(config, Step.decode(batches, contexts), dtype=dtype, kv_dtype=kv_dtype, check=False)
+    policy = DtypePolicy.for_model(config, dtype, kv_dtype, weights)
+    kinds: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "weights": weights}
+    rows = count_step(config, Step.decode(batches, contexts), check=False, **kinds)
     times = [time_step(rows, (), device_of(chip, policy, bandwidth)) for chip in chips]
-    need = count_weight_bytes(config, dtype) + batches * contexts * count_kv_bytes_per_token(config, policy.kv)
+    resident = count_weight_bytes(config, dtype, weights=weights)
+    need = resident + batches * contexts * count_kv_bytes_per_token(config, policy.kv)
     shape = (len(chips), batches.size, contexts.size)
     stacked = np.stack([np.broadcast_to(step.time_s, shape[1:]) for step in times])
     return {

@@ -16,6 +16,7 @@ from roofline.hardware import Hardware, load_hardware
 from roofline.predict import Bandwidth, StepTime, device_of, time_step
 from roofline.profile import Profile, load_profile
 from roofline.utilization import compute_mbu, compute_mfu
+from roofline.weight_schemes import WeightScheme
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ def predict(
     output: int,
     batch: int | Sequence[int] = 1,
     profile: str = "bound",
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
+    weights: str | WeightScheme | None = None,
     experts: Experts = "expected",
     tp: int = 1,
     ep: int = 1,
@@ -60,14 +62,16 @@ def predict(
     """Predicts time to first token, time per output token and throughput of batches of equal requests.
 
     One prefill of the whole batch makes the first tokens; `output - 1` decode steps make the rest, the n-th attending
-    prompt + n tokens. prompt and output in tokens.
+    prompt + n tokens. prompt and output in tokens. weights: a scheme (awq, fp8, ..., or `stored`) in place of the
+    dtype; without both a quantised checkpoint's own.
     """
     known = load_profile(profile)
     batches = (batch,) if isinstance(batch, int) else tuple(batch)
     hardware = load_hardware(hardware) if isinstance(hardware, str) else hardware
     mesh = check_mesh(config, Mesh(tp, ep))
     _check_request(config, prompt, output, batches)
-    request = _Request(config, hardware, prompt, output, dtype, kv_dtype, experts, mesh, bandwidth)
+    policy = DtypePolicy.for_model(config, dtype, kv_dtype, weights)
+    request = _Request(config, hardware, prompt, output, policy, experts, mesh, bandwidth)
     return Prediction(tuple(request.row(size) for size in batches), known)
 
 
@@ -88,19 +92,19 @@ class _Request:
     hardware: Hardware
     prompt: int
     output: int
-    dtype: str
-    kv_dtype: str | None
+    policy: DtypePolicy
     experts: Experts
     mesh: Mesh
     bandwidth: Bandwidth
 
     def time(self, step: Step) -> StepTime:
-        policy = DtypePolicy.of(self.dtype, self.kv_dtype)
+        policy = self.policy
         rows = count_step(
             self.config,
             step,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
+            dtype=policy.weight,
+            kv_dtype=policy.kv,
+            weights=policy.scheme,
             experts=self._experts(step),
             mesh=self.mesh,
             check=False,
@@ -145,9 +149,9 @@ class _Request:
 
     def fits(self, batch: int) -> bool:
         """Whether weights and the whole batch's KV cache are within what the device reports as its memory."""
-        policy = DtypePolicy.of(self.dtype, self.kv_dtype)
+        policy = self.policy
         tokens = batch * (self.prompt + self.output)
-        need = count_weight_bytes(self.config, self.dtype, self.mesh) + tokens * count_kv_bytes_per_token(
+        need = count_weight_bytes(self.config, policy.weight, self.mesh, policy.scheme) + tokens * count_kv_bytes_per_token(
             self.config, policy.kv, self.mesh
         )
         return need <= self.hardware.usable_memory_bytes

@@ -163,6 +163,13 @@ def scheme_of(source: str | Quantization | None) -> WeightScheme:
     return _with_group(known, int(group[1])) if group else known
 
 
+def scheme_for(config: ModelConfig, source: str | WeightScheme | Quantization | None) -> WeightScheme:
+    """The scheme of a name, where `stored` is the config's own quantization (bfloat16 if it has none)."""
+    if isinstance(source, WeightScheme):
+        return source
+    return scheme_of(config.quantization if source == "stored" else source)
+
+
 def _with_group(scheme: WeightScheme, group: int) -> WeightScheme:
     high, wide = scheme.linear.tile
     if high != 1 or wide is None or wide == group or group < 1:
@@ -261,7 +268,7 @@ def stored_weight_bytes(config: ModelConfig, scheme: WeightScheme | str, mesh: M
     Split matrices take their share of the scales; the few that every device repeats (GPTQ's group index, a scale of a
     whole matrix) are split too, an error below a thousandth.
     """
-    chosen, mesh = (scheme_of(scheme) if isinstance(scheme, str) else scheme), mesh or Mesh()
+    chosen, mesh = scheme_for(config, scheme), mesh or Mesh()
     bits = _weight_bits(config, chosen)
     shares = (device_fraction(weight.letters, config, mesh) for weight in weights_of(config))
     total = sum(share * amount for share, (_, amount) in zip(shares, bits, strict=True))
