@@ -36,11 +36,11 @@ class Account(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Neighbouring positions start..end (end excluded) that `count` requests computed, in any number of steps."""
+    """Neighbouring positions start..end (end excluded) that some requests computed, in any number of steps."""
 
     start: int
     end: int
-    count: int
+    requests: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Work:
     def pairs(self, window: int | None = None) -> int:
         """Query-key pairs under the causal mask, and a sliding window if there is one."""
         return sum(
-            span.count * (_causal_pairs(span.end, window) - _causal_pairs(span.start, window)) for span in self.spans
+            span.requests * (_causal_pairs(span.end, window) - _causal_pairs(span.start, window)) for span in self.spans
         )
 
     def plus(self, other: Work) -> Work:
@@ -138,7 +138,8 @@ def _causal_pairs(positions: int, window: int | None) -> int:
 
 
 def _check_lengths(prompt: int, output: int, cached: int, chunk: int | None, batch: int) -> None:
-    for name, value in (("prompt", prompt), ("output", output), ("chunk", 1 if chunk is None else chunk), ("batch", batch)):
+    values = {"prompt": prompt, "output": output, "chunk": 1 if chunk is None else chunk, "batch": batch}
+    for name, value in values.items():
         if value < 1:
             raise InputError(name, value, "must be at least 1", "Give a count of tokens or requests.")
     if not 0 <= cached < prompt:
@@ -198,7 +199,7 @@ def counter_terms(
     if config.is_moe:
         chosen, total = config.num_experts_per_tok, config.num_experts
         # Every layer is taken for a sparse one; experts as many as tokens could choose.
-        experts = sum(min(tokens * chosen, total) * count for tokens, count in work.steps)
+        experts: float = sum(min(tokens * chosen, total) * count for tokens, count in work.steps)
         terms["experts"] = _swiglu(s, work.tokens * chosen, s.expert, experts, s.layers)
     else:
         terms["mlp"] = _swiglu(s, work.tokens, s.mlp, work.num_steps, s.layers)
@@ -228,7 +229,7 @@ def corrected_terms(
 
 def _sparse_layers(config: ModelConfig, s: _Sizes, work: Work, layers: int) -> dict[str, Account]:
     chosen, total = config.num_experts_per_tok, config.num_experts
-    experts = sum(distinct_experts(config, Step(1, tokens, tokens)) * count for tokens, count in work.steps)
+    experts: float = sum(distinct_experts(config, Step(1, tokens, tokens)) * count for tokens, count in work.steps)
     terms = {"experts": _swiglu(s, work.tokens * chosen, s.expert, experts, layers)}
     terms["router"] = _product(s, work.tokens, s.hidden, total, work.num_steps, layers, s.head_bytes)
     if s.shared:
@@ -239,7 +240,7 @@ def _sparse_layers(config: ModelConfig, s: _Sizes, work: Work, layers: int) -> d
 
 def _attention(s: _Sizes, work: Work, attention_flops: float) -> dict[str, Account]:
     fused = s.query + 2 * s.kv
-    read = work.tokens * s.query * ACTIVATION_BYTES
+    read: float = work.tokens * s.query * ACTIVATION_BYTES
     # Keys and values of a chunk count as activations, of a decode step as cache.
     read += 2 * s.kv * (work.prefill_context * ACTIVATION_BYTES + work.decode_context * s.kv_bytes)
     write = 2 * work.tokens * s.kv * s.kv_bytes
@@ -250,9 +251,7 @@ def _attention(s: _Sizes, work: Work, attention_flops: float) -> dict[str, Accou
     }
 
 
-def _product(
-    s: _Sizes, rows: float, into: int, out: int, reads: float, layers: int, weight_bytes: float
-) -> Account:
+def _product(s: _Sizes, rows: float, into: int, out: int, reads: float, layers: int, weight_bytes: float) -> Account:
     """A matrix product of `rows` rows whose weights are read `reads` times."""
     read = rows * into * ACTIVATION_BYTES + reads * into * out * weight_bytes
     return Account(2 * rows * into * out * layers, read * layers, rows * out * ACTIVATION_BYTES * layers)

@@ -85,9 +85,12 @@ def test_closed_forms(name: str) -> None:
     per_token = f.kv_bytes_per_token(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, 2)
     assert count_kv_bytes_per_token(config) == per_token
     assert count_weight_bytes(config, "float32") == 4 * f.num_params(config)
-    width = f.active_ffn_width(config.num_experts_per_tok, config.moe_intermediate_size, f.shared_expert_width(config))
-    expected = 100 * (3 * (width if config.is_moe else config.intermediate_size) + 3 * config.hidden_size) * 2
-    assert peak_activation_bytes(config, 100) == expected
+    width = 3 * config.intermediate_size
+    if config.is_moe:  # gate and up, or the outputs where they are wider, and the product, of each of a token's experts
+        expert = config.moe_intermediate_size
+        width = config.num_experts_per_tok * (max(2 * expert, config.hidden_size) + expert)
+        width = max(width, 3 * f.shared_expert_width(config))
+    assert peak_activation_bytes(config, 100) == 100 * (width + 3 * config.hidden_size) * 2
 
 
 @pytest.mark.parametrize("name", ["Qwen3-32B", "Qwen3-30B-A3B"])
@@ -148,6 +151,7 @@ def test_monotone(utilization: float, batched: int, length: int, overhead: int, 
             {"max_num_batched_tokens": 0},
             "max_num_batched_tokens = 0: must be at least 1. vLLM's server default is 8192.",
         ),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0: must be at least 1. vLLM's default is 256."),
         ({"kv_pool_bytes": -1}, "kv_pool_bytes = -1: must not be negative. Give bytes."),
         ({"overhead_bytes": -1}, "overhead_bytes = -1: must not be negative. Give bytes."),
         (
@@ -172,11 +176,65 @@ def test_values_out_of_range(options: dict[str, Any], text: str) -> None:
     assert str(caught.value) == text
 
 
-def test_the_shared_expert_counts_among_live_activations() -> None:
-    """Two experts of 32 and the shared one of 48 are as wide as a dense block of 112."""
-    moe = read(QWEN2_MOE)
-    dense = read(QWEN3, intermediate_size=112)
-    assert peak_activation_bytes(moe, 7) == peak_activation_bytes(dense, 7) == 7 * (3 * 112 + 3 * 64) * 2
+def test_the_widest_block_sets_the_live_activations() -> None:
+    """Experts and the shared one run one after the other; a dense layer of a mixture can be wider than both."""
+    moe = read(QWEN2_MOE)  # two experts of 32 for each token, hidden 64: 2 (64 + 32) = 192 against 3 x 48 shared
+    assert peak_activation_bytes(moe, 7) == 7 * (192 + 3 * 64) * 2
+    wide = read(QWEN2_MOE, shared_expert_intermediate_size=80)
+    assert peak_activation_bytes(wide, 7) == 7 * (3 * 80 + 3 * 64) * 2
     mixed = read(QWEN2_MOE, mlp_only_layers=[0])  # a dense layer of 128 is wider
     assert peak_activation_bytes(mixed, 7) == 7 * (3 * 128 + 3 * 64) * 2
+    dense = read(QWEN3, intermediate_size=112)
     assert peak_activation_bytes(dense, 7, "float32", Mesh(2)) == 7 * (3 * 56 + 3 * 64) * 4
+
+
+def test_the_default_plan_reaches_the_log_that_it_is_taken_from() -> None:
+    """CUDA graphs lie outside that log's budget: 86,896 tokens within half a percent (ledger S000-166, S000-171)."""
+    assert plan(max_model_len=8192).kv_tokens == pytest.approx(86_896, rel=0.005)
+
+
+def test_an_engine_s_plan_lists_what_its_version_takes() -> None:
+    bill = plan(engine="vllm==0.9.2", max_model_len=8192)
+    assert bill.engine == "vllm==0.9.2"
+    assert [term.name for term in bill.terms] == ["weights", "activations", "non-torch", "CUDA graphs"]
+    taken = sum(term.num_bytes for term in bill.terms if term.in_budget)
+    assert bill.budget_bytes - bill.kv_pool_bytes == taken
+    assert bill.overhead_bytes == taken - bill.weight_bytes - bill.activation_bytes
+    assert bill.sources["overhead_bytes"].startswith("non-torch: ")
+    newest = plan(engine="vllm")
+    assert newest.engine == "vllm"
+    assert newest.budget_bytes == int(newest.capacity_bytes * 0.92)  # the default since 0.21
+    assert plan(engine="vllm", gpu_memory_utilization=0.5).budget_bytes == int(newest.capacity_bytes * 0.5)
+
+
+def test_an_engine_s_plan_takes_narrow_weights_and_schemes() -> None:
+    narrow = plan(engine="vllm==0.9.2", dtype="int8")
+    assert narrow.weight_bytes == f.num_params(QWEN25_7B)
+    assert narrow.kv_bytes_per_token == 57344
+    assert narrow.activation_bytes == plan(engine="vllm==0.9.2").activation_bytes
+    packed = plan(engine="vllm==0.9.2", weights="awq")
+    assert packed.weight_bytes == plan(weights="awq").weight_bytes < narrow.weight_bytes
+    assert packed.sources["weight_bytes"] == "exact: weights stored as awq"
+    assert packed.kv_tokens > narrow.kv_tokens
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        ("sglang==0.4", "engine = 'sglang==0.4': has no memory rules here. Give vllm==VERSION, such as vllm==0.26.0."),
+        (
+            "vllm==new",
+            "engine = 'vllm==new': is not a version whose memory rules are known. "
+            "Give 0.4.0 or later, such as vllm==0.26.0.",
+        ),
+        (
+            "vllm==0.3.3",
+            "engine = 'vllm==0.3.3': is not a version whose memory rules are known. "
+            "Give 0.4.0 or later, such as vllm==0.26.0.",
+        ),
+    ],
+)
+def test_engines_without_rules(engine: str, text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(engine=engine)
+    assert str(caught.value) == text
