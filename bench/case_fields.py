@@ -16,7 +16,7 @@ from qwenjax.errors import InputError
 from qwenjax.known_models import known_model_names
 from roofline.hardware import known_ids
 from roofline.timing.case import UNBOUNDED
-from roofline.weight_schemes import scheme_of
+from roofline.weight_schemes import WeightScheme, scheme_of
 
 _VENDORS: Final = r"nvidia|geforce|tesla|quadro|amd|instinct|intel|laptop gpu"
 # A family's form factor isn't always told. (text that must occur, then the id, then what was assumed)
@@ -129,6 +129,15 @@ def model_of(text: str) -> ModelConfig:
         if candidate.lower() in _known_models():
             return replace(ModelConfig.from_hf(candidate), quantization=None)
     raise InputError("model", text, "is not a known model", "`roofline models` lists the known ones")
+
+
+def checkpoint_scheme(text: str) -> WeightScheme | None:
+    """How a published quantised checkpoint of exactly this name stores its weights; None where it isn't known."""
+    name = text.strip().rpartition("/")[2]
+    if name.lower() not in _known_models():
+        return None
+    stored = ModelConfig.from_hf(name).quantization
+    return None if stored is None else scheme_of(stored)
 
 
 @cache

@@ -9,18 +9,29 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from case_fields import batch_of, engine_of, gpu_of, length_of, model_of, positive, version_of, weights_of
-from case_notes import Notes, read_notes
+from case_fields import (
+    batch_of,
+    checkpoint_scheme,
+    engine_of,
+    gpu_of,
+    length_of,
+    model_of,
+    positive,
+    version_of,
+    weights_of,
+)
+from case_notes import SETTINGS, Notes, read_notes
 from kernel_cases import KernelCase, kernel_case
 from time_cases import Run, parallelism_of, served_lengths, time_case
 
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from roofline.timing.case import METRICS, Case
+from roofline.weight_schemes import WeightScheme, scheme_of
 
 COLUMNS: Final = (
     "grade", "id", "model", "framework", "framework_version", "gpu", "n_gpus", "tp", "dtype_or_quant",
@@ -49,6 +60,7 @@ class MemoryCase:
     engine: str
     engine_version: str
     weights: str
+    scheme: WeightScheme  # the checkpoint's own where its name is known, else the usual one of `weights`
     metric: str
     measured: float
     tp: int
@@ -102,7 +114,24 @@ def read_rows(path: Path | str) -> Rows:
             kernels.append(made)
         else:
             memories.append(made)
-    return Rows(tuple(cases), tuple(kernels), tuple(memories), tuple(skipped))
+    return Rows(tuple(cases), tuple(kernels), tuple(_share_settings(memories)), tuple(skipped))
+
+
+def _share_settings(cases: list[MemoryCase]) -> list[MemoryCase]:
+    """Sizes of one log, each with the settings that only one of its rows may state."""
+
+    def run(case: MemoryCase) -> tuple[Any, ...]:
+        return case.source, case.model, case.engine_version, case.hardware, case.weights, case.tp, case.pp
+
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for case in cases:
+        given = {name: value for name in SETTINGS if (value := getattr(case.notes, name)) is not None}
+        known[run(case)] = given | known.get(run(case), {})
+    return [replace(case, notes=replace(case.notes, **_unsaid(case.notes, known[run(case)]))) for case in cases]
+
+
+def _unsaid(notes: Notes, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if getattr(notes, name) is None}
 
 
 class _Left(Exception):
@@ -186,7 +215,8 @@ def _memory_case(name: str, grade: str, row: Mapping[str, str]) -> MemoryCase:
     cell = row["batch_or_concurrency"]
     return MemoryCase(
         id=name, grade=grade, model=row["model"].strip(), config=config, hardware=chip, engine=engine,
-        engine_version=version_of(row["framework_version"]), weights=weights, metric=row["metric"].strip(),
+        engine_version=version_of(row["framework_version"]), weights=weights,
+        scheme=checkpoint_scheme(row["model"]) or scheme_of(weights), metric=row["metric"].strip(),
         measured=measured, tp=tp, pp=pp, batch=batch_of(cell).concurrency if cell.strip() else 1,
         input_len=length_of("input_len", row["input_len"]), output_len=length_of("output_len", row["output_len"]),
         kv_dtype=kv_dtype, notes=notes, source=row["source"].strip(), note=row["note"].strip(),

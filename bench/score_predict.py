@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cases import MemoryCase, Rows
+from cases import Rows
 from kernel_cases import KernelCase, kernel_options
-from scored import Asked, Scored, is_quantized
+from score_memory import predict_memory
+from scored import Asked, Scored
 
 from qwenjax.errors import InputError
-from qwenjax.sharding import Mesh
-from roofline.count import count_kv_bytes_per_token
 from roofline.hardware import load_hardware
-from roofline.memory import peak_activation_bytes
 from roofline.timing.case import Case
 from roofline.timing.efficiency import load_efficiency
 from roofline.timing.kernels import attention_decode_s, attention_prefill_s, gemm_s, moe_s
 from roofline.timing.scheduling import Scheduler
 from roofline.timing.serving import CasePrediction, case_terms, figure, plan_case, predict_case
-from roofline.weight_schemes import stored_weight_bytes
 
 _IMPOSSIBLE = 1.02  # a figure that beats the roof by more than the rounding of its source
 _SUSPECT = 0.5  # |error| from which a row is held against the roof
@@ -42,7 +39,7 @@ def predict_row(asked: Asked, predict: Predict = predict_case) -> Scored:
             return _time(asked, predict)
         if isinstance(asked, KernelCase):
             return _kernel(asked)
-        return _memory(asked)
+        return predict_memory(asked)
     except InputError as problem:
         return Scored(asked.id, asked, skipped=str(problem))
 
@@ -99,35 +96,3 @@ def _kernel(case: KernelCase) -> Scored:
         else:
             seconds = attention_prefill_s(size["batch"], size["query_len"], size["kv_len"], *heads, **common)
     return Scored(case.id, case, case.rate(float(seconds)), provenance=provenance)
-
-
-def _memory(case: MemoryCase) -> Scored:
-    weights = stored_weight_bytes(case.config, case.weights, Mesh(tp=case.tp)) / case.pp
-    if case.metric == "weights_gib":
-        return Scored(case.id, case, weights / 2**30, provenance="exact: bytes of the weight scheme on one device")
-    if case.metric == "mem_gb":
-        return _peak(case, weights)
-    raise InputError("metric", case.metric, "isn't predicted", "The KV pool's rules are needed")
-
-
-def _peak(case: MemoryCase, weights: float) -> Scored:
-    """Peak allocation of transformers: weights, the cache of all tokens, and the widest activations of the prompt.
-
-    AWQ and FP8 checkpoints of models with tied embeddings hold the output head apart, GPTQ ones don't. Old
-    releases made float32 logits of every prompt token, beside those in the weights' type. Leaves out the
-    engine's other buffers.
-    """
-    config = case.config
-    if case.engine != "transformers" or "nvidia-smi" in case.note:
-        problem = "is what the engine was told to take, or the card's whole use"
-        raise InputError("mem_gb", case.measured, problem, "Score kv_tokens or weights_gib instead")
-    if case.output_len is None:
-        raise InputError("output_len", None, "is not stated", "The cache depends on it")
-    prompt = case.input_len or 1
-    cache = case.batch * (prompt + case.output_len) * count_kv_bytes_per_token(config, case.kv_dtype or "bfloat16")
-    is_apart = config.tie_word_embeddings and is_quantized(case) and "gptq" not in case.weights.lower()
-    untied = 2 * config.vocab_size * config.hidden_size if is_apart else 0
-    logits = case.batch * prompt * config.vocab_size * (4 + 2) if "fp32 logits" in case.note else 0
-    widest = max(logits, peak_activation_bytes(config, case.batch * prompt))
-    total = weights * max(1, case.pp) + untied + cache + widest
-    return Scored(case.id, case, total / 2**30, provenance="weights and cache exact, the widest activations estimated")
