@@ -1,0 +1,191 @@
+"""The scoring bench: predictions set against rows, the arithmetic of groups, targets, and the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from score_rows import BENCH, HEADER, Modules, load_bench, write_rows
+
+from roofline.timing.case import Case
+from roofline.timing.serving import CasePrediction
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Modules:
+    return load_bench()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    return lambda *rows, name="rows.csv", **options: write_rows(tmp_path / name, *rows, **options)
+
+
+def scored(bench: Modules, path: Path, predict: Callable[[Case], CasePrediction]) -> list[Any]:
+    made: list[Any] = bench["score_predict"].predict_rows(bench["cases"].read_rows(path), predict)
+    return made
+
+
+def times(factor: float, spread: float = 0.1) -> Callable[[Case], CasePrediction]:
+    """A predictor that is off by a factor, with an interval around it."""
+
+    def predict(case: Case) -> CasePrediction:
+        middle = case.measured * factor
+        return CasePrediction(middle, middle * (1 - spread), middle * (1 + spread), "", "made up")
+
+    return predict
+
+
+def test_groups_hold_median_tail_and_the_share_inside(bench: Modules, write: Write) -> None:
+    factors = {"r1": 1.02, "r2": 0.9, "r3": 1.3, "r4": 1.0}
+
+    def predict(case: Case) -> CasePrediction:
+        return times(factors[case.id])(case)
+
+    path = write({}, {"gpu": "NVIDIA H100 SXM"}, {}, {"grade": "B"}, {"grade": "C"})
+    rows = scored(bench, path, predict)
+    total = bench["scored"].total_of(rows)
+    assert (total.n, total.by, total.key) == (4, "total", "all")
+    assert total.median_abs_error == pytest.approx((0.02 + 0.1) / 2)
+    assert total.p90_abs_error == pytest.approx(0.1 + 0.7 * 0.2)  # nine tenths of the way from first to fourth
+    assert total.inside_interval == 2 / 4  # 0.9 reaches up to 0.99 only
+    by_gpu = {one.key: one for one in bench["scored"].groups_of(rows) if one.by == "gpu"}
+    assert {key: one.n for key, one in by_gpu.items()} == {"a100-80gb-sxm": 3, "h100-sxm": 1}
+    assert by_gpu["h100-sxm"].median_abs_error == pytest.approx(0.1)
+    assert {one.by for one in bench["scored"].groups_of(rows)} == {
+        "kind", "metric", "engine", "gpu", "model_size", "weights", "gpus", "batch", "context", "source",
+    }  # fmt: skip
+
+
+def test_percentiles_are_straight_lines_between_neighbours(bench: Modules) -> None:
+    percentile = bench["scored"].percentile
+    assert percentile([4.0], 0.9) == 4.0
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([0.0, 10.0], 0.9) == pytest.approx(9.0)
+
+
+def test_h20_rows_of_the_qwen3_tables_are_in_no_other_group(bench: Modules, write: Write) -> None:
+    source = "QwenLM/Qwen3 docs/source/getting_started/speed_benchmark.md@c7f51a1a"
+    h20 = {"model": "Qwen/Qwen3-8B", "framework": "SGLang", "gpu": "NVIDIA H20-96GB", "source": source}
+    rows = scored(bench, write(h20, {}), times(3.0, 0.01))
+    assert bench["scored"].total_of(rows).n == 1
+    groups = bench["scored"].groups_of(rows)
+    (apart,) = [one for one in groups if one.by == "apart"]
+    assert (apart.key, apart.n, apart.median_abs_error) == ("H20 rows of the Qwen3 tables", 1, pytest.approx(2.0))
+    assert all(one.n == 1 and one.key not in ("h20", "sglang") for one in groups)
+
+
+def test_each_row_counts_for_one_target(bench: Modules, write: Write) -> None:
+    out = {"metric": "throughput_out_tok_s", "batch_or_concurrency": "16"}
+    rows = {
+        "single": {},
+        "": {"model": "Qwen/Qwen2.5-1.5B-Instruct"},
+        "batched": out,
+        "prefill": {"metric": "ttft_ms", "input_len": "512", "output_len": "1"},
+        "tp": {"tp": "2", "n_gpus": "2"},
+        "quantised": {"dtype_or_quant": "GPTQ-Int4", "tp": "2", "n_gpus": "2"},
+        "moe": {"model": "Qwen/Qwen3-30B-A3B", "dtype_or_quant": "FP8", **out},
+    }
+    cases, _ = bench["cases"].read_cases(write(*rows.values()))
+    assert [bench["score_targets"].class_of(case) for case in cases] == list(rows)
+    waiting = replace(cases[3], ttft_has_queueing=True)
+    assert bench["score_targets"].class_of(waiting) == ""
+
+
+def test_a_target_says_what_was_reached_and_what_the_data_scatter(bench: Modules, write: Write) -> None:
+    rows = [{"value": "80"}, {"value": "84", "source": "another/place"}, {"value": "90", "input_len": "4096"}]
+    reached = bench["score_targets"].targets_reached(scored(bench, write(*rows), times(1.03)))
+    (single,) = [one for one in reached if one.name.startswith("single stream")]
+    assert (single.n, single.reached, single.pairs) == (3, True, 1)
+    assert single.median_abs_error == pytest.approx(0.03)
+    assert single.scatter == pytest.approx(84 / 80 - 1)
+    (missed,) = [
+        one
+        for one in bench["score_targets"].targets_reached(scored(bench, write(*rows), times(1.05)))
+        if one.name.startswith("single stream")
+    ]
+    assert missed.reached is False
+    assert [one.reached for one in reached if one.n == 0] == [None] * (len(reached) - 1)
+
+
+def test_a_row_that_beats_the_roof_cannot_be(bench: Modules, write: Write) -> None:
+    """A 7B model's 16-bit weights can't be read in less than 7 ms, whatever a row says."""
+
+    def slow(case: Case) -> CasePrediction:
+        return CasePrediction(100.0, 90.0, 110.0, "", "made up")
+
+    impossible, possible = scored(bench, write({"value": "1000"}, {"value": "84"}), slow)
+    assert impossible.predicted is None
+    assert impossible.skipped.startswith("can't be: the roof of a100-80gb-sxm is 14")
+    assert impossible.skipped.endswith(" tokens/s, and the row says 1000")
+    assert possible.error == pytest.approx(100 / 84 - 1)
+
+
+def test_a_case_that_is_not_predicted_is_skipped_with_the_reason(bench: Modules, write: Write) -> None:
+    (row,) = scored(bench, write({}), lambda case: CasePrediction(None, None, None, "no profile", ""))
+    assert (row.skipped, row.error, row.measured) == ("no profile", None, 84.28)
+
+
+def test_the_command_prints_one_object(write: Write, tmp_path: Path) -> None:
+    first = write({}, {"framework": "abacus"}, {"metric": "weights_gib", "value": "14.2"})
+    second = write({"gpu": "Apple M2"}, name="second.csv")
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "score.py"), str(first), str(second), "--json"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result) == {"rows", "groups", "total", "targets", "skipped"}
+    assert all(set(row) == {"id", "predicted", "low", "high", "measured", "error", "skipped"} for row in result["rows"])
+    figures = {"by", "key", "n", "median_abs_error", "p90_abs_error", "inside_interval"}
+    assert set(result["total"]) == figures
+    assert all(set(one) == figures for one in result["groups"])
+    assert [row["id"] for row in result["rows"] if row["skipped"] and "abacus" in row["skipped"]] == ["r2"]
+    assert [row["skipped"] for row in result["rows"]][-1].startswith("gpu = 'Apple M2': is not a GPU")
+    (size,) = [row for row in result["rows"] if row["id"] == "r3"]
+    assert size["error"] == pytest.approx(size["predicted"] / 14.2 - 1)
+    assert abs(size["error"]) < 0.01
+    assert result["total"]["n"] == sum(row["error"] is not None for row in result["rows"])
+
+
+def test_the_command_names_a_missing_column_and_exits_with_2(write: Write) -> None:
+    path = write({}, header=[name for name in HEADER if name != "gpu"])
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "score.py"), str(path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{path}: gpu: is a column that is missing. Found: grade, id, ")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_text_has_every_part(bench: Modules, write: Write) -> None:
+    text = bench["score"].text(scored(bench, write({}, {"grade": "C"}, {"note": "launch-bound"}), times(1.2)), 2)
+    for part in (
+        "Targets (each row counts for one)",
+        "By engine",
+        "By context",
+        "Worst rows",
+        "Skipped rows by reason",
+    ):
+        assert part in text
+    assert "3 rows: 2 scored, 0 apart (H20 rows of the Qwen3 tables), 1 skipped" in text
+    assert "the note says that the host or launches set the time" in text
+
+
+def test_no_published_figure_beats_the_roof_as_it_is_read(bench: Modules, shared: Path) -> None:
+    """A wrong reading of a metric (prompts counted, contexts, layers split) would put rows above the chip's peaks."""
+    above = set()
+    for case in bench["cases"].read_rows(shared / "measurements" / "published.csv").cases:
+        roof = bench["score_predict"].roof_of(case)
+        if roof is not None and (case.measured > 1.02 * roof if case.is_rate else roof > 1.02 * case.measured):
+            above.add((case.hardware, case.weights))
+    # float4 products of NVFP4 on Blackwell are twice as fast as the float8 peak that the catalogue has.
+    assert above <= {("rtx-5070-ti", "NVFP4")}
