@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
@@ -18,7 +18,7 @@ from roofline.vllm_memory import (
     forward_bytes,
     parse_engine,
 )
-from roofline.weight_schemes import WeightScheme, scheme_of, stored_weight_bytes
+from roofline.weight_schemes import WeightScheme, stored_weight_bytes
 
 # One startup log of vLLM with Qwen2.5-7B on an RTX 4090: 15.49 GiB of weights and non-torch memory, of which 14.19 are
 # weights (seed ledger S000-168). Its 0.34 GiB of CUDA graphs lie outside the budget, see S000-171. It is one card and
@@ -34,7 +34,7 @@ BLOCK_TOKENS = 16  # vLLM hands out the cache in blocks of 16 tokens
 class MemoryPlan:
     """The bill of one device's memory; every figure's origin is in `sources`, by field name.
 
-    With an engine, `terms` lists what its version takes, in the budget and outside it.
+    With an engine, `terms` has what its version takes, in the budget and outside it, by name.
     """
 
     capacity_bytes: int
@@ -49,8 +49,11 @@ class MemoryPlan:
     concurrency_at_max_len: float
     fits: bool
     sources: dict[str, str]
+    gpu_memory_utilization: float
+    max_num_batched_tokens: int
+    max_num_seqs: int | None = None
     engine: str | None = None
-    terms: tuple[MemoryTerm, ...] = ()
+    terms: dict[str, MemoryTerm] = field(default_factory=dict)
 
 
 def plan_memory(
@@ -63,7 +66,7 @@ def plan_memory(
     max_num_seqs: int | None = None,
     kv_pool_bytes: int | None = None,
     overhead_bytes: int | None = None,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
     kv_dtype: str | None = None,
     weights: WeightScheme | str | None = None,
     mesh: Mesh | None = None,
@@ -74,14 +77,14 @@ def plan_memory(
     """Plans one device's memory as a serving engine does; a measured KV pool overrides the estimate.
 
     max_model_len is in tokens (default: the model's context length). With `engine` (vllm==0.26.0) the version's own
-    rules and defaults hold; without it, one log's overhead. `weights` is a scheme such as awq, else all weights are of
-    `dtype`. Raises InputError for values out of range.
+    rules and defaults hold; without it, one log's overhead. `weights` is a scheme such as awq; without it and without
+    `dtype` a quantised checkpoint keeps its own. Raises InputError for values out of range.
     """
     mesh = check_mesh(config, mesh or Mesh())
     _check(gpu_memory_utilization, max_num_batched_tokens, max_num_seqs, kv_pool_bytes, overhead_bytes)
     length = _length(config, max_model_len)
-    policy = DtypePolicy.of(dtype, kv_dtype)
-    scheme = scheme_of(weights) if isinstance(weights, str) else weights
+    policy = DtypePolicy.for_model(config, dtype, kv_dtype, weights)
+    scheme = policy.scheme
     settings = EngineSettings(
         version=parse_engine(engine) if engine is not None else (),
         usage=usage,
@@ -146,9 +149,13 @@ def _plan(
             "kv_bytes_per_token": f"exact: {kv_dtype} keys and values of all layers",
             "kv_tokens": f"pool in whole blocks of {BLOCK_TOKENS} tokens",
             "concurrency_at_max_len": f"kv_tokens / {length}",
+            "max_num_batched_tokens": needs.tokens_source,
         },
+        gpu_memory_utilization=needs.gpu_memory_utilization,
+        max_num_batched_tokens=needs.max_num_batched_tokens,
+        max_num_seqs=needs.max_num_seqs or None,
         engine=needs.engine or None,
-        terms=needs.terms if needs.engine else (),
+        terms={term.name: term for term in needs.terms} if needs.engine else {},
     )
 
 
@@ -178,7 +185,8 @@ def _of_one_log(
         MemoryTerm("activations", activations, True, "exact", f"widest op of {tokens} tokens"),
         MemoryTerm("overhead", OVERHEAD_BYTES, True, "measured", OVERHEAD_SOURCE),
     )
-    return EngineMemory("", "", settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION, tokens, 0, terms)
+    source = "given" if settings.max_num_batched_tokens else "default"
+    return EngineMemory("", "", settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION, tokens, 0, terms, source)
 
 
 def _weights(config: ModelConfig, dtype: str, scheme: WeightScheme | None, mesh: Mesh) -> MemoryTerm:

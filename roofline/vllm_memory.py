@@ -54,6 +54,7 @@ class EngineMemory:
     max_num_batched_tokens: int
     max_num_seqs: int
     terms: tuple[MemoryTerm, ...]
+    tokens_source: str = ""
 
     @property
     def taken_bytes(self) -> int:
@@ -76,6 +77,13 @@ def parse_engine(text: str) -> tuple[int, ...]:
         remedy = "Give 0.4.0 or later, such as vllm==0.26.0."
         raise InputError("engine", text, "is not a version whose memory rules are known", remedy)
     return parsed
+
+
+def usage_of(text: str) -> Usage:
+    """How an engine is started; raises InputError for anything but the known ways."""
+    if text not in USAGES:
+        raise InputError("usage", text, "is not a way to start an engine", f"Use {' or '.join(USAGES)}.")
+    return "server" if text == "server" else "offline"
 
 
 def parse_version(text: str) -> tuple[int, ...] | None:
@@ -126,7 +134,7 @@ def engine_memory(
     terms = [
         MemoryTerm("weights", weight_bytes, True, "exact", stored),
         _activations(config, runner, rules, tokens, seqs, max_model_len, dtype, mesh),
-        _non_torch(hardware, mesh, runner, constants),
+        _non_torch(hardware, mesh, runner, rules, constants),
     ]
     if runner == "V2":
         terms.append(_buffers(config, seqs, max_model_len, rules["buffers_in_budget"]))
@@ -140,6 +148,7 @@ def engine_memory(
         max_num_batched_tokens=tokens,
         max_num_seqs=seqs,
         terms=tuple(terms),
+        tokens_source="given" if settings.max_num_batched_tokens else f"default of a {settings.usage} start",
     )
 
 
@@ -184,9 +193,13 @@ def _activations(
     return MemoryTerm("activations", sampler, True, constants[name]["kind"], per_logit)
 
 
-def _non_torch(hardware: Hardware, mesh: Mesh, runner: str, constants: dict[str, Any]) -> MemoryTerm:
+def _non_torch(
+    hardware: Hardware, mesh: Mesh, runner: str, rules: dict[str, Any], constants: dict[str, Any]
+) -> MemoryTerm:
     link = hardware.peer_link
-    single = "v2_rest" if runner == "V2" else "non_torch"
+    single = "non_torch"
+    if runner == "V2":
+        single = "v2_rest" if rules["buffers_in_budget"] else "v2_rest_early"
     several = "non_torch_nvlink" if link is not None and link.name != "pcie" else "non_torch_pcie"
     constant = constants[several if mesh.num_devices > 1 else single]
     return MemoryTerm("non-torch", constant["value"], True, constant["kind"], constant["source"])

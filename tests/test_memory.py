@@ -196,8 +196,10 @@ def test_the_default_plan_reaches_the_log_that_it_is_taken_from() -> None:
 def test_an_engine_s_plan_lists_what_its_version_takes() -> None:
     bill = plan(engine="vllm==0.9.2", max_model_len=8192)
     assert bill.engine == "vllm==0.9.2"
-    assert [term.name for term in bill.terms] == ["weights", "activations", "non-torch", "CUDA graphs"]
-    taken = sum(term.num_bytes for term in bill.terms if term.in_budget)
+    assert list(bill.terms) == ["weights", "activations", "non-torch", "CUDA graphs"]
+    taken = sum(term.num_bytes for term in bill.terms.values() if term.in_budget)
+    assert bill.sources["max_num_batched_tokens"] == "default of a server start"
+    assert (bill.max_num_batched_tokens, bill.max_num_seqs) == (2048, 256)
     assert bill.budget_bytes - bill.kv_pool_bytes == taken
     assert bill.overhead_bytes == taken - bill.weight_bytes - bill.activation_bytes
     assert bill.sources["overhead_bytes"].startswith("non-torch: ")

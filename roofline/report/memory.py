@@ -30,6 +30,8 @@ def memory_text(record: dict[str, Any]) -> Iterator[str | Table]:
     ]
     columns = ("memory", "bytes", "of 2^30", "source")
     yield Table("One device's memory", columns, rows, text=("memory", "source"))
+    if record["terms"]:
+        yield _terms(record)
     concurrency = decimal(record["concurrency_at_max_len"], 2)
     rows = [
         ["KV bytes a token", whole(record["kv_bytes_per_token"]), sources["kv_bytes_per_token"]],
@@ -37,6 +39,16 @@ def memory_text(record: dict[str, Any]) -> Iterator[str | Table]:
         ["sequences of full length", concurrency, sources["concurrency_at_max_len"]],
     ]
     yield Table("The KV pool", ("cache", "figure", "source"), rows, text=("cache", "source"))
+
+
+def _terms(record: dict[str, Any]) -> Table:
+    """What the engine's version takes, and what it takes outside its budget."""
+    rows = [
+        [term.name, gib(term.num_bytes), "yes" if term.in_budget else "no", term.kind, term.source]
+        for term in record["terms"].values()
+    ]
+    columns = ("term", "of 2^30", "in the budget", "kind", "source")
+    return Table(f"What {record['engine']} takes", columns, rows, text=("term", "in the budget", "kind", "source"))
 
 
 def _headline(record: dict[str, Any]) -> str:
