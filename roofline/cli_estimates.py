@@ -31,6 +31,7 @@ from roofline.cli_options import (
     ModelArgument,
     ProfileOption,
     TpOption,
+    WeightsOption,
     batch_sizes,
     expert_convention,
     known_facts,
@@ -38,6 +39,7 @@ from roofline.cli_options import (
     memory_bandwidth,
     mesh_of,
     positive_number,
+    weight_policy,
     whole_number,
 )
 from roofline.count import DtypePolicy, count_params, count_step, distinct_experts
@@ -48,6 +50,7 @@ from roofline.moe import count_experts
 from roofline.predict import device_of, predict_step
 from roofline.profile import load_profile
 from roofline.request import predict as predict_requests
+from roofline.vllm_memory import usage_of
 
 DEFAULT_LENGTH = 1024  # tokens, where a command needs a length and none is given
 DEFAULT_BATCHES = "1,2,4,8,16,32,64,128,256"
@@ -58,6 +61,7 @@ def params(
     model: ModelArgument,
     dtype: DtypeOption = None,
     kv_dtype: KvDtypeOption = None,
+    weights: WeightsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Where the parameters live, and what one token costs.
@@ -66,8 +70,8 @@ def params(
     roofline params Qwen2.5-7B
     roofline params path/to/config.json --dtype float8_e4m3fn --json
     """
-    config, policy, notes = _load(model, dtype, kv_dtype)
-    counts = count_params(config, policy.weight, policy.kv)
+    config, policy, notes = _load(model, dtype, kv_dtype, weights)
+    counts = count_params(config, policy.weight, policy.kv, policy.scheme)
     known = known_facts(model)
     record = report.params_record(
         config,
@@ -96,6 +100,7 @@ def step(
     hardware: MaybeHardwareOption = None,
     dtype: DtypeOption = None,
     kv_dtype: KvDtypeOption = None,
+    weights: WeightsOption = None,
     attention: AttentionOption = "causal",
     logits: LogitsOption = "last",
     experts: ExpertsOption = "expected",
@@ -120,17 +125,18 @@ def step(
     roofline step Qwen3-30B-A3B --phase prefill --query-len 512 --context 4096
     roofline step Qwen2.5-7B --phase decode --context 1 --hardware rtx-4090 --measured-s 0.01616
     """
-    config, policy, notes = _load(model, dtype, kv_dtype)
+    config, policy, notes = _load(model, dtype, kv_dtype, weights)
     asked, defaults = read_step(config, phase, batch, query_len, context)
     known_profile, mesh = load_profile(profile), mesh_of(tp, ep)
     conventions: dict[str, Any] = {"attention": attention, "logits": logits, "experts": expert_convention(experts)}
     settings = {"dtype": policy.weight, "kv_dtype": policy.kv, **conventions}
     timed = None
     if hardware is None:
-        counts = count_step(config, asked, dtype=policy.weight, kv_dtype=policy.kv, mesh=mesh, **conventions)
+        counts = count_step(config, asked, mesh=mesh, **conventions, **_kinds(policy))
     else:
         chip, wide = load_hardware(hardware), memory_bandwidth(bandwidth)
-        times = predict_step(config, asked, chip, tp=mesh.tp, ep=mesh.ep, bandwidth=wide, **settings)
+        arguments = conventions | _kinds(policy)
+        times = predict_step(config, asked, chip, tp=mesh.tp, ep=mesh.ep, bandwidth=wide, **arguments)
         timed, counts = (chip, times, known_profile), tuple(op.row for op in times.ops)
     distinct = distinct_experts(config, asked, conventions["experts"]) if config.is_moe else None
     settings |= {"distinct_experts": distinct, "tp": mesh.tp, "ep": mesh.ep, "bandwidth": bandwidth}
@@ -155,6 +161,7 @@ def predict(
     profile: ProfileOption = "bound",
     dtype: DtypeOption = None,
     kv_dtype: KvDtypeOption = None,
+    weights: WeightsOption = None,
     experts: ExpertsOption = "expected",
     tp: TpOption = "1",
     ep: EpOption = "1",
@@ -169,7 +176,7 @@ def predict(
     roofline predict Qwen2.5-7B --hardware rtx-4090 --prompt 1024 --output 256 --batch 1..64
     roofline predict Qwen3-32B --hardware h100-sxm --prompt 4096 --output 512 --batch 1,8,64 --tp 2
     """
-    config, policy, notes = _load(model, dtype, kv_dtype)
+    config, policy, notes = _load(model, dtype, kv_dtype, weights)
     chip, mesh, wide = load_hardware(hardware), mesh_of(tp, ep), memory_bandwidth(bandwidth)
     settings: dict[str, Any] = {
         "prompt": whole_number("--prompt", prompt),
@@ -181,7 +188,8 @@ def predict(
         "ep": mesh.ep,
         "bandwidth": wide,
     }
-    prediction = predict_requests(config, chip, batch=batch_sizes(batch), profile=profile, **settings)
+    sizes, arguments = batch_sizes(batch), settings | _kinds(policy)
+    prediction = predict_requests(config, chip, batch=sizes, profile=profile, **arguments)
     record = report.predict_record(config, chip, device_of(chip, policy, wide), settings, prediction)
     _show(record, report.predict_text, notes, as_json)
 
@@ -190,9 +198,13 @@ def memory(
     model: ModelArgument,
     hardware: HardwareOption,
     gpu_memory_utilization: Annotated[
-        str,
-        typer.Option("--gpu-memory-utilization", metavar="FRACTION", help="Share of the memory that may be used."),
-    ] = str(GPU_MEMORY_UTILIZATION),
+        str | None,
+        typer.Option(
+            "--gpu-memory-utilization",
+            metavar="FRACTION",
+            help=f"Share of the memory that may be used.  [default: {GPU_MEMORY_UTILIZATION}, or the engine's]",
+        ),
+    ] = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(
@@ -200,8 +212,25 @@ def memory(
         ),
     ] = None,
     max_num_batched_tokens: Annotated[
-        str, typer.Option("--max-num-batched-tokens", metavar="TOKENS", help="Tokens of the largest step.")
-    ] = str(MAX_NUM_BATCHED_TOKENS),
+        str | None,
+        typer.Option(
+            "--max-num-batched-tokens",
+            metavar="TOKENS",
+            help=f"Tokens of the largest step.  [default: {MAX_NUM_BATCHED_TOKENS}, or the engine's]",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        str | None,
+        typer.Option("--max-num-seqs", metavar="N", help="Sequences at once.  [default: the engine's]"),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--engine", metavar="vllm==VERSION", help="The rules of this engine's version, term by term."),
+    ] = None,
+    usage: Annotated[
+        str, typer.Option("--usage", metavar="server|offline", help="How the engine is started, for its defaults.")
+    ] = "server",
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="The engine captures no CUDA graphs.")] = False,
     kv_pool_bytes: Annotated[
         str | None,
         typer.Option("--kv-pool-bytes", metavar="BYTES", help="A KV pool that was measured; overrides the estimate."),
@@ -212,6 +241,7 @@ def memory(
     ] = None,
     dtype: DtypeOption = None,
     kv_dtype: KvDtypeOption = None,
+    weights: WeightsOption = None,
     tp: TpOption = "1",
     ep: EpOption = "1",
     as_json: JsonOption = False,
@@ -221,12 +251,19 @@ def memory(
     \b
     roofline memory Qwen2.5-7B --hardware rtx-4090 --max-model-len 8192
     roofline memory Qwen2.5-7B --hardware rtx-4090 --kv-pool-bytes 4982964224 --max-model-len 1280
+    roofline memory Qwen3-32B --hardware a100-80gb-sxm --tp 2 --engine vllm==0.26.0 --max-model-len 32768
     """
-    config, policy, notes = _load(model, dtype, kv_dtype)
+    config, policy, notes = _load(model, dtype, kv_dtype, weights)
     chip, mesh = load_hardware(hardware), mesh_of(tp, ep)
+    utilization = gpu_memory_utilization
     settings: dict[str, Any] = {
-        "gpu_memory_utilization": positive_number("--gpu-memory-utilization", gpu_memory_utilization, "0.9"),
-        "max_num_batched_tokens": whole_number("--max-num-batched-tokens", max_num_batched_tokens),
+        "gpu_memory_utilization": None
+        if utilization is None
+        else positive_number("--gpu-memory-utilization", utilization, "0.9"),
+        "max_num_batched_tokens": maybe_whole_number("--max-num-batched-tokens", max_num_batched_tokens),
+        "max_num_seqs": maybe_whole_number("--max-num-seqs", max_num_seqs),
+        "usage": usage_of(usage),
+        "enforce_eager": enforce_eager,
         "dtype": policy.weight,
         "kv_dtype": policy.kv,
     }
@@ -237,7 +274,8 @@ def memory(
         kv_pool_bytes=maybe_whole_number("--kv-pool-bytes", kv_pool_bytes),
         overhead_bytes=maybe_whole_number("--overhead-bytes", overhead_bytes),
         mesh=mesh,
-        **settings,
+        engine=engine,
+        **(settings | _kinds(policy)),
     )
     record = report.memory_record(config, chip, {**settings, "tp": mesh.tp, "ep": mesh.ep}, plan)
     _show(record, report.memory_text, notes, as_json)
@@ -253,6 +291,7 @@ def experts(
     ] = None,
     dtype: DtypeOption = None,
     kv_dtype: KvDtypeOption = None,
+    weights: WeightsOption = None,
     tp: TpOption = "1",
     ep: EpOption = "1",
     bandwidth: BandwidthOption = "peak",
@@ -264,26 +303,28 @@ def experts(
     roofline experts Qwen2-57B-A14B
     roofline experts Qwen3-30B-A3B --hardware h100-sxm --batch 1,8,64
     """
-    config, policy, notes = _load(model, dtype, kv_dtype)
+    config, policy, notes = _load(model, dtype, kv_dtype, weights)
     chip = load_hardware(hardware) if hardware is not None else None
     mesh, attended = mesh_of(tp, ep), _length(config, "--context", context)
     devices = {"tp": mesh.tp, "ep": mesh.ep, "bandwidth": memory_bandwidth(bandwidth)}
     settings: dict[str, Any] = {"context": attended, "dtype": policy.weight, "kv_dtype": policy.kv, **devices}
-    rows = count_experts(config, batch_sizes(batch), hardware=chip, **settings)
+    rows = count_experts(config, batch_sizes(batch), hardware=chip, **(settings | _kinds(policy)))
     touch = tokens_to_touch(config.num_experts, config.num_experts_per_tok, TOUCH_FRACTION)
     record = report.experts_record(config, chip, {**settings, "touch_fraction": TOUCH_FRACTION}, rows, touch)
     _show(record, report.experts_text, notes, as_json)
 
 
-def _load(model: str, dtype: str | None, kv_dtype: str | None) -> tuple[ModelConfig, DtypePolicy, tuple[Note, ...]]:
+def _load(
+    model: str, dtype: str | None, kv_dtype: str | None, weights: str | None
+) -> tuple[ModelConfig, DtypePolicy, tuple[Note, ...]]:
     config = ModelConfig.from_hf(model)
-    policy = DtypePolicy.of(dtype or "bfloat16", kv_dtype)
-    notes = config.notes
-    if config.quantization and dtype is None:
-        stored = f"{config.quantization.method} weights of {config.quantization.bits} bits, estimated as bfloat16"
-        remedy = "--dtype float8_e4m3fn, int8 or int4 takes every weight as that narrow, without scales"
-        notes = (*notes, Note("warning", "quantization_config", f"{stored}; {remedy}"))
-    return config, policy, notes
+    policy, notes = weight_policy(config, dtype, kv_dtype, weights)
+    return config, policy, (*config.notes, *notes)
+
+
+def _kinds(policy: DtypePolicy) -> dict[str, Any]:
+    """The arguments that say how weights and cache are stored."""
+    return {"dtype": None if policy.scheme else policy.weight, "kv_dtype": policy.kv, "weights": policy.scheme}
 
 
 def read_step(

@@ -11,10 +11,12 @@ from typing import Annotated
 
 import typer
 
+from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
+from qwenjax.hf_keys import Note
 from qwenjax.known_models import KnownModel, known_model_facts
 from qwenjax.sharding import Mesh
-from roofline.count import Experts
+from roofline.count import DtypePolicy, Experts
 from roofline.predict import Bandwidth
 
 ModelArgument = Annotated[
@@ -38,6 +40,15 @@ DtypeOption = Annotated[
 ]
 KvDtypeOption = Annotated[
     str | None, typer.Option("--kv-dtype", metavar="DTYPE", help="KV cache.  [default: the activations' dtype]")
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="SCHEME",
+        help="How the weights are stored, in place of --dtype: awq, gptq-int4, fp8, w8a8, int8-wo, nvfp4, bnb-nf4, "
+        "q4_k_m, ..., with their scales; or `stored`.  [default: as the checkpoint's quantization_config says]",
+    ),
 ]
 AttentionOption = Annotated[
     str,
@@ -149,6 +160,20 @@ def memory_bandwidth(text: str) -> Bandwidth:
 
 def mesh_of(tp: str, ep: str) -> Mesh:
     return Mesh(whole_number("--tp", tp), whole_number("--ep", ep))
+
+
+def weight_policy(
+    config: ModelConfig, dtype: str | None, kv_dtype: str | None, weights: str | None
+) -> tuple[DtypePolicy, tuple[Note, ...]]:
+    """What the options say of weights and cache; the note tells what a quantised checkpoint's weights were taken as."""
+    if weights is not None and dtype is not None:
+        raise InputError("--weights", weights, f"and --dtype {dtype} both say how weights are stored", "Give one.")
+    policy = DtypePolicy.for_model(config, dtype, kv_dtype, weights)
+    if config.quantization is None or weights is not None or dtype is not None:
+        return policy, ()
+    stored = f"{config.quantization.method} weights of {config.quantization.bits} bits as they are stored"
+    text = f"{stored}, scales and unquantised parts included; --weights or --dtype takes others"
+    return policy, (Note("default", "quantization_config", text),)
 
 
 def known_facts(model: str) -> KnownModel | None:

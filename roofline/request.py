@@ -150,10 +150,9 @@ class _Request:
     def fits(self, batch: int) -> bool:
         """Whether weights and the whole batch's KV cache are within what the device reports as its memory."""
         policy = self.policy
+        resident = count_weight_bytes(self.config, policy.weight, self.mesh, policy.scheme)
         tokens = batch * (self.prompt + self.output)
-        need = count_weight_bytes(self.config, policy.weight, self.mesh, policy.scheme) + tokens * count_kv_bytes_per_token(
-            self.config, policy.kv, self.mesh
-        )
+        need = resident + tokens * count_kv_bytes_per_token(self.config, policy.kv, self.mesh)
         return need <= self.hardware.usable_memory_bytes
 
 

@@ -141,12 +141,12 @@ def test_what_was_taken_by_default_goes_to_stderr_and_into_the_notes(tmp_path: P
     assert run("roofline params", str(path)).stderr == result.stderr
 
 
-def test_quantised_checkpoints_say_that_the_figures_are_of_wide_weights() -> None:
-    warning = (
-        "warning: quantization_config: fp8 weights of 8 bits, estimated as bfloat16; --dtype float8_e4m3fn, int8 or "
-        "int4 takes every weight as that narrow, without scales\n"
+def test_quantised_checkpoints_are_taken_as_they_are_stored_and_say_so() -> None:
+    note = (
+        "default: quantization_config: fp8 weights of 8 bits as they are stored, scales and unquantised parts included; "
+        "--weights or --dtype takes others\n"
     )
-    assert run("roofline params Qwen3-235B-A22B-FP8").stderr == warning
+    assert run("roofline params Qwen3-235B-A22B-FP8").stderr == note
     assert run("roofline params Qwen3-235B-A22B-FP8 --dtype float8_e4m3fn").stderr == ""
 
 
@@ -320,7 +320,7 @@ def test_a_prediction_says_that_it_is_a_bound_whether_it_fits_and_what_limits() 
 def test_memory_is_the_plan_of_the_python_api(options: str, keywords: dict[str, Any]) -> None:
     record = figures(f"roofline memory Qwen2.5-7B --hardware rtx-4090 {options}")
     plan = plan_memory(config_of("Qwen2.5-7B"), roofline.load_hardware("rtx-4090"), **keywords)
-    assert {key: record[key] for key in asdict(plan)} == asdict(plan)
+    assert {key: record[key] for key in asdict(plan)} == as_json(asdict(plan))
     figures_with_source = {key for key in asdict(plan) if key.endswith(("_bytes", "_tokens", "_token", "_max_len"))}
     assert set(record["sources"]) == figures_with_source
 
