@@ -69,18 +69,25 @@ class Stack:
         return np.log(self.seconds(engine) / self.measured)
 
 
-def fit_engine(stack: Stack, free: Sequence[str], usual: Mapping[str, tuple[float, float]] | None = None) -> Engine:
+def fit_engine(
+    stack: Stack,
+    free: Sequence[str],
+    usual: Mapping[str, tuple[float, float]] | None = None,
+    near: Engine | None = None,
+) -> Engine:
     """Constants `free` and those of the stack's weight schemes, by damped Gauss-Newton steps within their bounds.
 
     Squares of log errors, of which large ones count less (Cauchy), plus the squared distance of each constant from its
     usual value in units of its spread, so that what the rows don't tell stays usual. `usual` gives other values and
-    spreads by constant.
+    spreads by constant, `near` an engine whose constants are the usual ones instead.
     """
     usual = usual or {}
     names = [*free, *(f"{scheme}/{kind}" for scheme in stack.schemes for kind in SCHEME_KINDS)]
     facts = [CONSTANTS[f"scheme_{name.split('/')[1]}" if "/" in name else name] for name in names]
     low, high = (np.array([getattr(fact, side) for fact in facts]) for side in ("low", "high"))
     leaning = [usual.get(name, (fact.start, fact.spread)) for name, fact in zip(names, facts, strict=True)]
+    if near is not None:
+        leaning = [(_value(near, name), spread) for name, (_, spread) in zip(names, leaning, strict=True)]
     start, spread = np.array(leaning).T
     values, damping = start.copy(), 1e-3
 
@@ -118,6 +125,13 @@ def _slopes(stack: Stack, names: Sequence[str], values: Any, errors: Any, spread
         moved[place] += 1e-4 * spread[place]
         columns.append((stack.residuals(_engine(names, moved)) / ERROR - errors) / 1e-4)
     return np.stack(columns, axis=1)
+
+
+def _value(engine: Engine, name: str) -> float:
+    if "/" not in name:
+        return engine.of(name)
+    scheme, kind = name.split("/")
+    return engine.scheme(scheme)[SCHEME_KINDS.index(kind)]
 
 
 def _engine(names: Sequence[str], values: Any) -> Engine:

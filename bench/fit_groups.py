@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,6 +15,7 @@ FREE: Final = (
     "products_compute",
     "attention_decode",
     "attention_prefill",
+    "attention_plain",
     "experts",
     "collectives",
     "layer_s",
@@ -65,7 +67,8 @@ class Group:
         """Whether a case is one of this profile's rows."""
         if case.engine != self.engine or case.hardware not in self.hardware:
             return False
-        return any(case.engine_version.startswith(text) if text else not case.engine_version for text in self.versions)
+        parts = re.split(r"[^0-9a-zA-Z]+", case.engine_version)
+        return any(parts[: len(text.split("."))] == text.split(".") for text in self.versions)
 
 
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
@@ -79,16 +82,17 @@ _V1_SOURCE: Final = "vLLM V1 server on GPUs other than H100 class: 2048 tokens a
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"
-_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=256, mixes=False)
-_LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False)
+_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
+_LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False)
 _LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens"
-_SLOW_ATTENTION: Final = {"attention_prefill": (6.0, 4.0), "prefill_host_layer_s": (0.0, 1e-4)}
+_LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5)}
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
-_PLAIN_ATTENTION: Final = {"attention_decode": (3.0, 3.0), "attention_prefill": (3.0, 3.0), "step_s": (1e-3, 2e-3)}
+_TRANSFORMERS: Final = Scheduler(1 << 20, 1024, mixes=False, captured_context=0, flash_attention=False)
+_TRANSFORMERS_USUAL: Final = {"attention_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
 
 GROUPS: Final = (
-    Group("vllm", ("2023", "0.2"), "a100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
-    Group("vllm", ("2023", "0.2"), "h100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
+    Group("vllm", ("2023",), "a100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
+    Group("vllm", ("2023",), "h100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
     Group("vllm", ("2024",), "a100", _V0, _V0_SOURCE),
     Group("vllm", ("0.4", ""), "a100", _CAPTURED, _CAPTURED_SOURCE),
     Group("vllm", ("0.6",), "a100", _V06, _V06_SOURCE),
@@ -96,25 +100,26 @@ GROUPS: Final = (
     Group("vllm", ("0.7",), "h100", _V0, _V0_SOURCE),
     Group("vllm", ("0.7",), "rtx-4090", _V0, _V0_SOURCE),
     Group("vllm", ("0.7",), "l4", _V0, _V0_SOURCE),
-    Group("vllm", ("0.11", "0.10", "0.9"), "a100", _V1, _V1_SOURCE),
-    Group("vllm", ("0.19", "0.9", "0.10", "0.2"), "rtx-4090", _V1, _V1_SOURCE),
-    Group("vllm", ("0.20", "0.2"), "a100", _V1, _V1_SOURCE),
-    Group("vllm", ("0.2",), "rtx-5070-ti", _V1, _V1_SOURCE),
-    Group("vllm", ("0.2",), "rtx-pro-6000", _V1, _V1_SOURCE),
+    Group("vllm", ("0.9",), "a100", _V1, _V1_SOURCE),
+    Group("vllm", ("0.11", "0.10"), "a100", _V1, _V1_SOURCE),
+    Group("vllm", ("0.19", "0.9", "0.10", "0.20"), "rtx-4090", _V1, _V1_SOURCE),
+    Group("vllm", ("0.20", "0.23"), "a100", _V1, _V1_SOURCE),
+    Group("vllm", ("0.23",), "rtx-5070-ti", _V1, _V1_SOURCE),
+    Group("vllm", ("0.27",), "rtx-pro-6000", _V1, _V1_SOURCE),
     Group("sglang", ("0.5",), "a100", _SGLANG, "SGLang: chunks of 8192 tokens, decodes apart"),
     Group("tensorrt-llm", ("2024",), "a100", _TRT, _TRT_SOURCE),
     Group("tensorrt-llm", ("1.2",), "a100", _TRT, _TRT_SOURCE),
     Group("tensorrt-llm", ("1.0",), "h100", _TRT, _TRT_SOURCE),
     Group("tensorrt-llm", ("1.0",), "h200", _TRT, _TRT_SOURCE),
-    Group("lmdeploy", ("0.2",), "a100", _LMDEPLOY, "lmdeploy TurboMind: 8192 tokens of prompts a step, 256 sequences"),
-    Group("lmdeploy", ("",), "rtx-4090", _LMDEPLOY, "lmdeploy TurboMind: 8192 tokens of prompts a step, 256 sequences"),
-    Group("lmdeploy", ("2023",), "a10", _LMDEPLOY, "lmdeploy TurboMind: 8192 tokens of prompts a step, 256 sequences"),
+    Group("lmdeploy", ("0.2",), "a100", _LMDEPLOY, "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"),
+    Group("lmdeploy", ("",), "rtx-4090", _LMDEPLOY, "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"),
+    Group("lmdeploy", ("2023",), "a10", _LMDEPLOY, "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"),
     Group("mlc-llm", ("",), "rtx-4090", _BATCH, "one batch"),
     Group("llm-awq", ("",), "rtx-4090", _BATCH, "one batch"),
     Group("gpt-fast", ("2024", ""), "a100", _BATCH, "one batch; torch.compile with CUDA graphs"),
-    Group("llama.cpp", ("2024",), "a100", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
-    Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
-    Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
-    Group("llama.cpp", ("",), "rtx-3080", _LLAMA, _LLAMA_SOURCE, _SLOW_ATTENTION),
-    Group("transformers", ("4.", "PyTorch", ""), "a100", _EAGER, "transformers: op by op, one batch", _PLAIN_ATTENTION),
+    Group("llama.cpp", ("2024",), "a100", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
+    Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
+    Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
+    Group("llama.cpp", ("",), "rtx-3080", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
+    Group("transformers", ("4", "PyTorch", ""), "a100", _TRANSFORMERS, "transformers: op by op, one batch", _TRANSFORMERS_USUAL),
 )

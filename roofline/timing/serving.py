@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
 _RESERVED_BYTES: Final = 2**30  # beside weights, activations and the KV pool: CUDA context and graphs, a round estimate
 _UTILIZATION: Final = 0.9
-_WIDEST: Final = 1.9  # of chat requests: the longest over the mean, lengths spread evenly
+_IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
+_WIDEST: Final = 1.5  # of chat requests: the longest over the mean, lengths spread evenly
 _PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
 
 
@@ -85,12 +86,24 @@ def _plan_prefill(case: Case, scheduler: Scheduler) -> Plan:
         return Plan(as_steps(groups), 0.0, float(batch * case.input_len), "prefill")
     if case.ttft_has_queueing and batch > 1:
         groups = mean_wait_groups(groups)
+    if batch > 1 and not case.static_batch:
+        groups += _earlier_waves(case, scheduler)
     return Plan(as_steps(groups), 1.0, None, "prefill")
+
+
+def _earlier_waves(case: Case, scheduler: Scheduler) -> list[Group]:
+    """What a request waits for on average where the KV pool holds only some of the batch: the waves before its own."""
+    output = max(1, case.output_len)
+    fitting = _fitting(case, scheduler)
+    if fitting >= case.concurrency:
+        return []
+    waves = case.concurrency / fitting
+    return _scaled(decode_groups(fitting, case.input_len + 1, output - 1), (waves - 1) / 2)
 
 
 def _pipelined(groups: Sequence[Group], stages: int) -> list[Group]:
     """Chunks that follow each other through `stages` devices: all but the first and last overlap."""
-    chunks = sum(group.times for group in groups)
+    chunks = min(_IN_FLIGHT, sum(group.times for group in groups))
     share = (chunks + stages - 1) / (chunks * stages) if chunks > 1 else 1.0
     return [replace(group, times=group.times * share) for group in groups]
 
@@ -102,32 +115,44 @@ def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
     stages = min(case.pp, batch)
     kind: Kind = "single" if batch == 1 else "batched"
     output = max(1, case.output_len)
-    if case.metric == "decode_tok_s" or (case.metric == "tpot_ms" and (batch == 1 or case.static_batch)):
+    window = not case.time_has_prefill and output == 1  # a moment of decode steps at one context
+    if case.metric == "decode_tok_s" or window or (case.metric == "tpot_ms" and (batch == 1 or case.static_batch)):
         steps = output if case.empty_context else max(1, output - 1)
         groups = decode_groups(batch / stages, first, steps)
-        tokens = float(steps * (1 if case.per_request else batch / stages)) if case.is_rate else None
-        if tokens is None:
-            groups = [replace(group, times=group.times / steps) for group in groups]
-        return Plan(as_steps(groups), 0.0, tokens, kind)
-    decodes = decode_groups(batch / stages, first, output - 1)
+        if not case.is_rate:
+            return Plan(as_steps(_scaled(groups, 1 / steps)), 0.0, None, kind)
+        whole = not case.per_request
+        return Plan(as_steps(groups), 0.0, float(steps * (batch / stages if whole else 1)), kind)
+    fitting = batch if batch == 1 else max(1, min(batch, _fitting(case, scheduler)))
+    waves = batch / fitting
+    decodes = _scaled(decode_groups(fitting / stages, first, output - 1), waves)
     prompts = _pipelined(prefill_groups(batch, case.input_len, scheduler), case.pp) if case.time_has_prefill else []
     chat = batch > 1 and not case.static_batch and _is_chat(case)
+    turn = steady_groups(fitting, prompt, output, scheduler) if chat else [*prompts, *decodes]
     if case.metric == "tpot_ms":
         # Equal requests stay in step with each other: a request waits for half of the prompts, and later half of them
         # take steps from it.
-        half = [replace(group, times=group.times / 2) for group in prompts]
-        groups = steady_groups(batch, prompt, output, scheduler) if chat else [*half, *decodes]
-        groups = [replace(group, times=group.times / max(1, output - 1)) for group in groups]
-        return Plan(as_steps(groups), 0.0, None, kind)
-    groups = steady_groups(batch, prompt, output, scheduler) if chat else [*prompts, *decodes]
+        groups = turn if chat else [*_scaled(prompts, 0.5 / waves), *_scaled(decodes, 1 / waves)]
+        return Plan(as_steps(_scaled(groups, 1 / max(1, output - 1))), 0.0, None, kind)
     each = output + (case.input_len if case.counts_prompt or case.metric == "throughput_total_tok_s" else 0)
-    return Plan(as_steps(groups), float(batch), float(each * (1 if case.per_request else batch)), kind)
+    count = fitting if chat else batch
+    return Plan(as_steps(turn), float(count), float(each * (1 if case.per_request else count)), kind)
+
+
+def _fitting(case: Case, scheduler: Scheduler) -> int:
+    """Requests that the KV pool holds at once."""
+    length = case.input_len + case.prior_len + scheduler.charged_output * case.output_len
+    return max(1, int(_pool_tokens(case, scheduler) / max(length, 1)))
+
+
+def _scaled(groups: Sequence[Group], share: float) -> list[Group]:
+    return [replace(group, times=group.times * share) for group in groups]
 
 
 def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
     prompt, output = case.input_len, max(1, case.output_len)
     count = case.requests or case.concurrency
-    pool = _pool_tokens(case, scheduler.max_num_batched_tokens)
+    pool = _pool_tokens(case, scheduler)
     places = scheduler.max_num_seqs
     charged = prompt + scheduler.charged_output * output
     if case.concurrency >= UNBOUNDED or count > 20_000:
@@ -137,7 +162,10 @@ def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
         widest = _WIDEST if _is_chat(case) else 1.0
         groups = queue_groups(spread_lengths(prompt, output, count, widest), places, pool, scheduler)
     if case.metric == "tpot_ms":
-        groups = [replace(group, times=group.times / max(1, output - 1)) for group in groups]
+        # Each step takes its time from every sequence that runs meanwhile.
+        tokens = count * max(1, output - 1)
+        running = sum(group.times * group.decodes for group in groups) / sum(group.times for group in groups)
+        groups = [replace(group, times=group.times * (group.decodes or running) / tokens) for group in groups]
         return Plan(as_steps(groups), 0.0, None, "batched")
     each = output + (prompt if case.counts_prompt or case.metric == "throughput_total_tok_s" else 0)
     return Plan(as_steps(groups), 0.0, float(count * each), "batched")
@@ -148,13 +176,14 @@ def _is_chat(case: Case) -> bool:
     return "sharegpt" in case.note.lower() or "suite" in case.note.lower()
 
 
-def _pool_tokens(case: Case, batched_tokens: int) -> float:
+def _pool_tokens(case: Case, scheduler: Scheduler) -> float:
     chip = load_hardware(case.hardware)
+    profiled = min(scheduler.max_num_batched_tokens, 8192)  # tokens of the step whose activations are set aside
     shards = 1 if case.attention_dp else case.tp
     per_token = count_kv_bytes_per_token(case.config, case.kv_dtype or "bfloat16", Mesh(tp=shards)) / case.pp
     weights = stored_weight_bytes(case.config, scheme_of(case.weights), Mesh(tp=case.tp)) / case.pp
     budget = chip.usable_memory_bytes * (case.gpu_memory_utilization or _UTILIZATION)
-    reserved = _RESERVED_BYTES + peak_activation_bytes(case.config, batched_tokens, mesh=Mesh(tp=case.tp))
+    reserved = _RESERVED_BYTES + peak_activation_bytes(case.config, profiled, mesh=Mesh(tp=case.tp))
     pool = budget - weights - reserved
     if pool < per_token * (case.input_len + case.output_len):
         pool = chip.usable_memory_bytes * 0.97 - weights - reserved / 3  # it ran, so it fitted somehow
@@ -164,8 +193,9 @@ def _pool_tokens(case: Case, batched_tokens: int) -> float:
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
-    """The type in which a chip multiplies a scheme's weights: the first of the scheme's that it has, else bfloat16."""
-    return next((dtype for dtype in scheme.compute if dtype in chip.peak_flops_per_s), "bfloat16")
+    """The type in which a chip multiplies a scheme's weights: the fastest of the scheme's that it has, else bfloat16."""
+    known = [dtype for dtype in scheme.compute if dtype in chip.peak_flops_per_s]
+    return max(known, key=lambda dtype: chip.peak_flops_per_s[dtype], default="bfloat16")
 
 
 def layout_of(
@@ -176,7 +206,7 @@ def layout_of(
     tp: int = 1,
     kv_dtype: str | None = None,
     dp: bool = False,
-    captured_context: float = float("inf"),
+    scheduler: Scheduler | None = None,
 ) -> Layout:
     """How a model in a weight scheme lies on `tp` devices."""
     check_mesh(config, Mesh(tp=tp))
@@ -188,7 +218,8 @@ def layout_of(
         op_weight_bits(config, scheme),
         compute_dtype_of(scheme, chip),
         kv_bytes,
-        captured_context=captured_context,
+        flash_attention=(scheduler or Scheduler()).flash_attention,
+        captured_context=(scheduler or Scheduler()).captured_context,
     )
 
 
@@ -201,7 +232,8 @@ def scheme_key(weights: str) -> str:
 def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
     """Kernel seconds of the kinds of steps of a case's plan."""
     chip = load_hardware(case.hardware)
-    captured = {None: scheduler.captured_context, False: 0.0, True: float("inf")}[case.cuda_graphs]
+    captured = 0.0 if case.cuda_graphs is False else scheduler.captured_context
+    flash = scheduler.flash_attention if case.flash_attention is None else case.flash_attention
     layout = layout_of(
         case.config,
         chip,
@@ -209,7 +241,7 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         tp=case.tp,
         kv_dtype=case.kv_dtype,
         dp=case.attention_dp,
-        captured_context=min(captured, scheduler.captured_context),
+        scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),
     )
     return step_terms(case.config, plan.steps, layout, chip, load_efficiency(chip)[0])
 

@@ -37,6 +37,7 @@ SECONDS = (
     "products_compute",
     "attention_decode",
     "attention_prefill",
+    "attention_plain",
     "experts",
     "elementwise",
     "collectives",
@@ -82,6 +83,7 @@ class Layout:
     compute_dtype: str = "bfloat16"  # of the products with narrow weights
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
+    flash_attention: bool = True  # else scores are written out, and keys and values repeated for each query head
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
 
 
@@ -205,7 +207,8 @@ class _Fold:
             context = steps.context if window is None else np.minimum(steps.context, window)
             reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
             batch, decoding = np.maximum(steps.decodes * share, 1e-9), steps.decodes > 0
-            seconds = attention_decode_s(batch, np.maximum(context, 1), heads, kv_heads, width, **sizes)
+            stored = kv_heads if self.layout.flash_attention else heads
+            seconds = attention_decode_s(batch, np.maximum(context, 1), heads, stored, width, **sizes)
             flops = 4.0 * steps.decodes * share * heads * width * context
             moved = steps.decodes * share * context * self.kv_row_bytes()
             # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
@@ -224,7 +227,8 @@ class _Fold:
             flops = 4.0 * steps.prompts * share * heads * width * pairs
             moved = steps.prompts * share * reached * self.kv_row_bytes()
             least = np.maximum(flops / peak, moved / self.bandwidth)
-            self.values["attention_prefill"] += np.maximum(seconds * prefilling, least) * layers
+            name = "attention_prefill" if self.layout.flash_attention else "attention_plain"
+            self.values[name] += np.maximum(seconds * prefilling, least) * layers
             self.bound_s += least * layers
 
     def experts(self) -> None:
@@ -253,7 +257,8 @@ class _Fold:
             return
         payload = self.steps.tokens * config.hidden_size * 2.0
         logits = self.steps.logit_rows * config.vocab_size * 2.0 * (tp - 1) / tp / link.one_way_bytes_per_s
-        calls = 2.0 * config.num_hidden_layers + 1
+        # With attention apart, a layer's tokens are gathered and their sums scattered: together one all-reduce.
+        calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
         least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
         self.values["collectives"] += self.np.maximum(one, least) * calls + logits

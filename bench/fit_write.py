@@ -1,0 +1,148 @@
+"""A fitted profile as a TOML text: constants with unit, bounds and meaning, rows by source, errors and intervals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from fit_engine import Row, Stack
+from fit_groups import GROUPS, Group
+from roofline.profile import KINDS
+from roofline.timing.engine import CONSTANTS, Engine
+from roofline.timing.scheduling import Scheduler
+
+if TYPE_CHECKING:
+    from fit import Fitted, Held
+
+DIGITS: Final = 4
+ENOUGH: Final = 8  # held-out rows of a kind, from which on a profile has an interval of its own
+COVERED: Final = 0.8
+LEAST: Final = 0.03  # half width of an interval on log scale, whatever the rows say
+
+
+def profile_text(
+    rows: Mapping[str, Sequence[Row]], fitted: Fitted, by_model: Sequence[Held], by_source: Sequence[Held]
+) -> dict[str, str]:
+    """Every profile's file by its name."""
+    texts = {}
+    for group in GROUPS:
+        if not rows[group.name]:
+            continue
+        engine = fitted.groups[group.name]
+        own = [held for held in by_model if group.takes(held.row.case)]
+        sources = [held for held in by_source if group.takes(held.row.case)]
+        same = [held for held in by_model if held.row.case.engine == group.engine]
+        away = [held.error for held in (*by_source, *by_model) if held.nearest and held.row.case.engine == group.engine]
+        everywhere = [held.error for held in by_source]
+        intervals = {kind: _interval(_kind(own, kind), _kind(same, kind), _kind(by_model, kind)) for kind in KINDS}
+        intervals["elsewhere"] = _interval(away, [held.error for held in by_source], everywhere)
+        texts[group.name] = _text(group, engine, rows[group.name], intervals, own, sources)
+    everyone = Group("any", (), "a100", Scheduler(), "an engine with continuous batching")
+    everything = [row for group in rows.values() for row in group]
+    wide = {kind: _interval(_kind(by_source, kind)) for kind in (*KINDS, "elsewhere")}
+    texts["any"] = _text(everyone, fitted.everyone, everything, wide, by_model, by_source, name="any", hardware=())
+    return texts
+
+
+def _kind(held: Sequence[Held], kind: str) -> list[float]:
+    return [item.error for item in held if item.row.plan.kind == kind or kind == "elsewhere"]
+
+
+def _interval(*choices: Sequence[float]) -> tuple[float, float]:
+    """Factors on the predicted time that hold COVERED of the first set with enough held-out errors.
+
+    Errors are log(predicted / measured), so a factor on the prediction is what takes the error away.
+    """
+    errors = next((choice for choice in choices if len(choice) >= ENOUGH), choices[-1])
+    if not errors:
+        return 0.6, 1.8
+    tail = (1 - COVERED) / 2 * len(errors) / (len(errors) + 1)  # a small set knows its tails less well
+    low, high = np.quantile(-np.array(errors), [tail, 1 - tail])
+    return float(np.exp(min(low, -LEAST))), float(np.exp(max(high, LEAST)))
+
+
+def _text(
+    group: Group,
+    engine: Engine,
+    rows: Sequence[Row],
+    intervals: Mapping[str, tuple[float, float]],
+    by_model: Sequence[Held],
+    by_source: Sequence[Held],
+    name: str = "",
+    hardware: Sequence[str] | None = None,
+) -> str:
+    name = name or group.name
+    sources = Counter(_repository(row) for row in rows)
+    listed = ", ".join(f"{source} ({count})" for source, count in sorted(sources.items()))
+    grades = Counter(row.case.grade for row in rows)
+    own = Stack(rows).residuals(engine)
+    validation = (
+        f"median and 90th percentile of |error|: {_percent(own)} on its own rows, "
+        f"{_percent([held.error for held in by_model])} on models it hadn't seen, "
+        f"{_percent([held.error for held in by_source])} on sources it hadn't seen"
+    )
+    lines = [
+        "# Written by bench/fit.py; edit the groups there instead.",
+        f"name = {json.dumps(name)}",
+        f"engine = {json.dumps(group.engine)}",
+        f"versions = {json.dumps([text for text in group.versions if text])}",
+        f"hardware = {json.dumps(list(group.hardware if hardware is None else hardware))}",
+        f"source = {json.dumps(f'{len(rows)} published measurements: {listed}')}",
+        f"validation = {json.dumps(validation)}",
+        "",
+        "[rows]",
+        f"grade_a = {grades['A']}",
+        f"grade_b = {grades['B']}",
+        f"models = {json.dumps(sorted({row.case.model for row in rows}))}",
+        f"weights = {json.dumps(sorted({row.case.weights for row in rows}))}",
+        "",
+        "[rows.by_source]",
+        *(f"{json.dumps(source)} = {count}" for source, count in sorted(sources.items())),
+        "",
+        "# Factors on the expected time that held 4 of 5 held-out rows, by kind of figure; elsewhere: on other GPUs.",
+        "[intervals]",
+        *(f"{kind} = [{low:.{DIGITS}g}, {high:.{DIGITS}g}]" for kind, (low, high) in intervals.items()),
+        "",
+        "[scheduler]",
+        f"source = {json.dumps(group.scheduler_source)}",
+        *_scheduler(group.scheduler),
+        "",
+        "[constants]",
+        *(_constant(key, value, key) for key, value in engine.constants.items()),
+    ]
+    for scheme, kinds in sorted(engine.schemes.items()):
+        lines += ["", f"[schemes.{json.dumps(scheme)}]"]
+        lines += [_constant(kind, value, f"scheme_{kind}") for kind, value in kinds.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _repository(row: Row) -> str:
+    return row.case.source.split("@")[0].split(" (")[0]
+
+
+def _constant(key: str, value: float, name: str) -> str:
+    facts = CONSTANTS[name]
+    text = f"{value:.{DIGITS}g}"
+    number = text if any(mark in text for mark in ".e") else f"{text}.0"
+    return (
+        f'{key} = {{ value = {number}, unit = "{facts.unit}", bounds = [{facts.low:g}, {facts.high:g}], '
+        f"meaning = {json.dumps(facts.meaning)} }}"
+    )
+
+
+def _scheduler(scheduler: Scheduler) -> list[str]:
+    def text(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+    return [f"{key} = {text(value)}" for key, value in vars(scheduler).items()]
+
+
+def _percent(errors: Any) -> str:
+    if len(errors) == 0:
+        return "none held out"
+    share = 100 * np.abs(np.expm1(np.asarray(errors)))
+    return f"{np.median(share):.1f} and {np.quantile(share, 0.9):.1f} %"
