@@ -103,12 +103,14 @@ def _groups_table(by: str, groups: Sequence[Group], total: Group) -> Table:
 
 
 def _targets_table(targets: Sequence[Reached]) -> Table:
-    columns = ("target", "n", "median", "to reach", "p90", "to reach ", "reached", "data's own scatter", "pairs")
+    columns = ("target", "n", "median", "to reach", "p90", "to reach ", "reached",
+               "rows' own scatter", "pairs", "across versions", "pairs ")  # fmt: skip
     lines = [
         (
             one.name, str(one.n), _percent(one.median_abs_error), _percent(one.median_target),
             _percent(one.p90_abs_error), _percent(one.p90_target),
             "-" if one.reached is None else "yes" if one.reached else "no", _percent(one.scatter), str(one.pairs),
+            _percent(one.scatter_versions), str(one.pairs_versions),
         )
         for one in targets
     ]  # fmt: skip

@@ -26,7 +26,11 @@ class Target(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What a target's rows came to; scatter is the median difference of nearly equal rows of two sources."""
+    """What a target's rows came to, and the median difference of nearly equal rows of two sources.
+
+    scatter is that of one engine version, scatter_versions that of two, which a predictor that knows them can't be
+    blamed for but one of another version's profile can.
+    """
 
     name: str
     n: int
@@ -37,6 +41,8 @@ class Reached(NamedTuple):
     reached: bool | None
     scatter: float | None
     pairs: int
+    scatter_versions: float | None
+    pairs_versions: int
 
     def record(self) -> dict[str, Any]:
         return self._asdict()
@@ -95,35 +101,43 @@ TARGETS: Final = (
 
 def targets_reached(rows: Sequence[Scored]) -> list[Reached]:
     """Each target with its rows' errors, and with the scatter of nearly equal rows from different sources."""
-    found = []
-    for target in TARGETS:
-        chosen = [row for row in rows if row.asked is not None and target.takes(row.asked)]
-        errors = group("target", target.name, chosen)
-        gaps = scatter(row.asked for row in chosen if row.asked is not None)
-        median, p90 = errors.median_abs_error, errors.p90_abs_error
-        reached = None
-        if median is not None and p90 is not None:
-            reached = median <= target.median and (target.p90 is None or p90 <= target.p90)
-        middle = statistics.median(gaps) if gaps else None
-        found.append(Reached(target.name, errors.n, median, p90, target.median, target.p90, reached, middle, len(gaps)))
-    return found
+    return [_reached(target, [row for row in rows if row.asked and target.takes(row.asked)]) for target in TARGETS]
 
 
-def scatter(asked: Iterable[Asked]) -> list[float]:
-    """Relative differences of pairs of figures that describe nearly one setting and come from different sources.
+def _reached(target: Target, rows: Sequence[Scored]) -> Reached:
+    errors = group("target", target.name, rows)
+    median, p90 = errors.median_abs_error, errors.p90_abs_error
+    reached = None
+    if median is not None and p90 is not None:
+        reached = median <= target.median and (target.p90 is None or p90 <= target.p90)
+    pairs = like_pairs(row.asked for row in rows if isinstance(row.asked, Case))
+    same = [_gap(a, b) for a, b in pairs if a.engine_version == b.engine_version]
+    other = [_gap(a, b) for a, b in pairs if a.engine_version != b.engine_version]
+    return Reached(
+        target.name, errors.n, median, p90, target.median, target.p90, reached,
+        statistics.median(same) if same else None, len(same), statistics.median(other) if other else None, len(other),
+    )  # fmt: skip
 
-    One setting: the model's shape, GPU, engine, weight width, parallelism, metric, batch, and lengths within 25 %.
+
+def like_pairs(cases: Iterable[Case]) -> list[tuple[Case, Case]]:
+    """Pairs of figures that describe nearly one setting and come from different sources or versions.
+
+    One setting: the model's shape, GPU, engine, weights, parallelism, metric, batch, step and graphs, and lengths
+    within 25 %.
     """
     alike: dict[tuple[Any, ...], list[Case]] = {}
-    for one in asked:
-        if isinstance(one, Case):
-            alike.setdefault(_setting(one), []).append(one)
+    for case in cases:
+        alike.setdefault(_setting(case), []).append(case)
     return [
-        abs(a.measured - b.measured) / min(a.measured, b.measured)
-        for cases in alike.values()
-        for a, b in combinations(cases, 2)
+        (a, b)
+        for cases_ in alike.values()
+        for a, b in combinations(cases_, 2)
         if (a.source, a.engine_version) != (b.source, b.engine_version) and _near(a, b)
     ]
+
+
+def _gap(a: Case, b: Case) -> float:
+    return abs(a.measured - b.measured) / min(a.measured, b.measured)
 
 
 def _setting(case: Case) -> tuple[Any, ...]:
@@ -131,7 +145,8 @@ def _setting(case: Case) -> tuple[Any, ...]:
     shape = (config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_experts)
     load = ("all", case.requests) if case.saturated else ("batch", case.concurrency)
     run = (case.hardware, case.power_limit_watts, case.engine, is_quantized(case) and case.weights, case.tp, case.pp)
-    return (*shape, config.vocab_size, *run, case.metric, case.counts_prompt, case.prior_len, *load)
+    how = (case.metric, case.counts_prompt, case.prior_len, case.cuda_graphs is False, case.max_num_batched_tokens)
+    return (*shape, config.vocab_size, *run, *how, *load)
 
 
 def _near(a: Case, b: Case) -> bool:
