@@ -10,7 +10,7 @@ import typer
 from qwenjax.command_line import print_version, run, show
 from qwenjax.config import ModelConfig
 from qwenjax.known_models import known_model_names
-from roofline import cli_check, cli_estimates, cli_kernels, cli_measure, cli_plot
+from roofline import cli_check, cli_estimates, cli_kernels, cli_measure, cli_plot, cli_reconcile
 from roofline.cli_options import DtypeOption, JsonOption, KvDtypeOption, known_facts
 from roofline.count import DtypePolicy
 from roofline.hardware import list_hardware, load_hardware
@@ -90,6 +90,7 @@ app.command()(models)
 app.command()(hardware)
 app.command()(cli_kernels.kernels)
 app.command()(cli_check.check)
+app.command()(cli_reconcile.reconcile)
 app.command()(cli_measure.calibrate)
 app.command()(cli_measure.compare)
 app.command()(cli_plot.plot)

@@ -93,7 +93,7 @@ def plan_memory(
         max_num_seqs=max_num_seqs,
         enforce_eager=enforce_eager,
     )
-    needs = _of_one_log(config, settings, policy, scheme, mesh)
+    needs = memory_of_one_log(config, settings, policy, scheme, mesh)
     if engine is not None:
         needs = engine_memory(
             config, hardware, settings, max_model_len=length, weights=scheme, dtype=policy.activation, mesh=mesh
@@ -174,16 +174,16 @@ def peak_activation_bytes(
     return forward_bytes(config, max_num_batched_tokens, dtype, mesh)
 
 
-def _of_one_log(
+def memory_of_one_log(
     config: ModelConfig, settings: EngineSettings, policy: DtypePolicy, scheme: WeightScheme | None, mesh: Mesh
 ) -> EngineMemory:
-    """Without an engine: weights, the largest step's activations, and the overhead of one published log."""
+    """Where no version is known: weights, the largest step's activations, and the overhead of one published log."""
     tokens = settings.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS
     activations = peak_activation_bytes(config, tokens, policy.activation, mesh)
     terms = (
         _weights(config, policy.weight, scheme, mesh),
         MemoryTerm("activations", activations, True, "exact", f"widest op of {tokens} tokens"),
-        MemoryTerm("overhead", OVERHEAD_BYTES, True, "measured", OVERHEAD_SOURCE),
+        MemoryTerm("non-torch", OVERHEAD_BYTES, True, "measured", OVERHEAD_SOURCE),
     )
     source = "given" if settings.max_num_batched_tokens else "default"
     return EngineMemory("", "", settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION, tokens, 0, terms, source)

@@ -110,11 +110,18 @@ def request_work(
 
 
 def mean_work(
-    requests: int, prompt_tokens: int, output_tokens: int, *, chunk: int | None = None, steps: float | None = None
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    *,
+    chunk: int | None = None,
+    steps: float | None = None,
+    cached_tokens: int = 0,
 ) -> Work:
     """The work of requests whose lengths are known only in sum: as equal as whole tokens allow.
 
-    `steps` is the number of engine steps, where it was counted; without it, decode steps of one request each.
+    `steps` is the number of engine steps, where it was counted; without it, decode steps of one request each. Tokens
+    from a prefix cache are spread over all requests.
     """
     long_prompts, long_outputs = prompt_tokens % requests, output_tokens % requests
     work, done = Work(), 0
@@ -122,7 +129,9 @@ def mean_work(
         if until > done:
             prompt = prompt_tokens // requests + (done < long_prompts)
             output = output_tokens // requests + (done < long_outputs)
-            work, done = work.plus(request_work(prompt, output, count=until - done, chunk=chunk)), until
+            cached = min(cached_tokens // requests, prompt - 1)
+            group = request_work(prompt, output, count=until - done, chunk=chunk, cached=cached)
+            work, done = work.plus(group), until
     return work if steps is None else _in_steps(work, steps)
 
 

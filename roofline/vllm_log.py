@@ -110,7 +110,8 @@ _TEXTS: Final[dict[str, tuple[str, ...]]] = {
     "quantization": (r"\bquantization=['\"]?([\w-]+)",),
     "enforce_eager": (r"enforce_eager['\"]?\s*[:=]\s*(True|False)",),
     "enable_expert_parallel": (r"enable_expert_parallel['\"]?\s*[:=]\s*(True|False)",),
-    "runner": (r"Using (V2) Model Runner", r"initializing a (V1) LLM engine"),
+    # The V1 engine has two runners, so its name says nothing of them.
+    "runner": (r"Using (V2) Model Runner", r"initializing an? (V0) LLM engine"),
 }
 _WHOLE = (
     "gpu_blocks",
@@ -202,7 +203,8 @@ class StartupLog:
     @property
     def missing(self) -> tuple[str, ...]:
         """In words, what a full account needs and this log doesn't say."""
-        return tuple(words for field, words in _NAMES.items() if field not in self.readings)
+        told = set(self.readings) | ({"kv_tokens"} if "gpu_blocks" in self.readings else set())
+        return tuple(words for field, words in _NAMES.items() if field not in told)
 
 
 def load_startup_log(path: str | Path) -> StartupLog:
