@@ -21,15 +21,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cases import read_rows
-from score_predict import predict_rows
+from score_predict import predict_rows, roof_share
 from score_reasons import reasons_of
 from score_targets import Reached, targets_reached
 from scored import APART, Group, Scored, groups_of, total_of
 
 from qwenjax.errors import InputError
 from qwenjax.tables import Table, render
+from roofline.timing.case import Case
 
 _WORST = 20
+_NEAR_ROOF = 0.85
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +116,7 @@ def _targets_table(targets: Sequence[Reached]) -> Table:
         )
         for one in targets
     ]  # fmt: skip
-    return Table("Targets (each row counts for one)", columns, lines, text=("target",))
+    return Table("Targets (a row counts for each that its words fit)", columns, lines, text=("target",))
 
 
 def _worst_table(rows: Sequence[Scored], count: int) -> Table:
@@ -128,8 +130,10 @@ def _worst_table(rows: Sequence[Scored], count: int) -> Table:
 def _worst_line(row: Scored) -> tuple[str, ...]:
     asked = row.asked
     assert asked is not None  # a row with an error has one
+    share = roof_share(asked) if isinstance(asked, Case) else None
+    near = (f"at {share:.0%} of the roof, more than such work reaches",) if share and share > _NEAR_ROOF else ()
     what = f"{getattr(asked, 'engine', '') or 'kernel'} {asked.hardware} {getattr(asked, 'model', '')} {asked.metric}"
-    reason = "; ".join(reasons_of(row)[:2]) or "-"
+    reason = "; ".join((*near, *reasons_of(row))[:2]) or "-"
     return (row.id, f"{row.error:+.0%}", f"{row.predicted:.4g}", f"{row.measured:.4g}", what, reason)
 
 

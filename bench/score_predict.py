@@ -49,25 +49,19 @@ def _time(case: Case, predict: Predict) -> Scored:
     if made.expected is None:
         return Scored(case.id, case, skipped=made.reason_skipped or "no profile predicts it")
     scored = Scored(case.id, case, made.expected, made.low, made.high, provenance=made.provenance)
-    if abs(scored.error or 0.0) > _SUSPECT and (roof := roof_of(case)) is not None and _beats(case, roof):
-        unit = "tokens/s" if case.is_rate else "ms"
-        problem = f"can't be: the roof of {case.hardware} is {roof:.4g} {unit}, and the row says {case.measured:g}"
-        return Scored(case.id, case, skipped=problem)
+    if abs(scored.error or 0.0) > _SUSPECT and not case.saturated:
+        share = roof_share(case)
+        if share is not None and share > _IMPOSSIBLE:
+            problem = f"can't be: {case.measured:g} is {share:.1f} times the roof of {case.hardware}"
+            return Scored(case.id, case, skipped=problem)
     return scored
 
 
-def _beats(case: Case, roof: float) -> bool:
-    faster = case.measured / roof if case.is_rate else roof / case.measured
-    return faster > _IMPOSSIBLE
-
-
 def roof_of(case: Case) -> float | None:
-    """The best figure that the chip's peaks allow for a case, in the metric's unit.
+    """The best figure that the chip's peaks allow for a case, in the metric's unit; None where it can't be planned.
 
-    None for a queue, whose steps depend on how many sequences the engine lets in.
+    Of a queue it is that of a usual scheduler: how many sequences are let in at once is the engine's choice.
     """
-    if case.saturated:
-        return None
     scheduler = Scheduler()
     try:
         plan = plan_case(case, scheduler)
@@ -76,6 +70,12 @@ def roof_of(case: Case) -> float | None:
         return None
     seconds = float(plan.steps.times @ terms.bound_s)
     return figure(plan, seconds) if seconds > 0 else None
+
+
+def roof_share(case: Case) -> float | None:
+    """What share of the roof a row's figure is; above 1 it can't be."""
+    roof = roof_of(case)
+    return None if roof is None else case.measured / roof if case.is_rate else roof / case.measured
 
 
 def _kernel(case: KernelCase) -> Scored:

@@ -56,46 +56,56 @@ def _is_prefill(case: Case) -> bool:
     return case.metric in ("prefill_tok_s", "ttft_ms")
 
 
-def class_of(asked: Asked) -> str:
-    """The one target a row counts for: experts before quantised weights, these before several GPUs, then its metric."""
+def _is_single(asked: Asked) -> bool:
     case = _time(asked)
-    if case is None:
-        return _other_class(asked)
-    if case.config.is_moe:
-        return "moe"
-    if is_quantized(case):
-        return "quantised"
-    if case.tp > 1:
-        return "tp"
-    if _is_prefill(case):
-        return "" if case.ttft_has_queueing or case.host_bound else "prefill"
-    if case.concurrency > 1 or case.saturated:
-        return "batched"
-    return "single" if num_params(case) >= 3e9 else ""
+    if case is None or _is_prefill(case) or case.saturated:
+        return False
+    return case.concurrency == 1 and num_params(case) > 2.9e9
 
 
-def _other_class(asked: Asked) -> str:
-    if isinstance(asked, MemoryCase):
-        return "kv" if asked.metric in ("kv_tokens", "kv_gib") else ""
-    if not isinstance(asked, KernelCase) or not asked.hardware.startswith(("a100", "h100", "rtx-4090")):
-        return ""
-    return "" if asked.kind == "experts" else "4090 kernel" if asked.hardware == "rtx-4090" else "kernel"
+def _is_batched(asked: Asked) -> bool:
+    case = _time(asked)
+    return case is not None and not _is_prefill(case) and (case.saturated or case.concurrency > 1)
 
 
-def _takes(name: str) -> Callable[[Asked], bool]:
-    return lambda asked: class_of(asked) == name
+def _is_clean_prefill(asked: Asked) -> bool:
+    case = _time(asked)
+    return case is not None and _is_prefill(case) and not case.ttft_has_queueing and not case.host_bound
+
+
+def _plain(takes: Callable[[Asked], bool]) -> Callable[[Asked], bool]:
+    """Of these, the dense models in 16 bits on one GPU, which no other target asks for."""
+
+    def of_these(asked: Asked) -> bool:
+        case = _time(asked)
+        if case is None or case.num_gpus > 1 or case.config.is_moe or is_quantized(case):
+            return False
+        return takes(asked)
+
+    return of_these
+
+
+def _is_kernel(asked: Asked, *chips: str) -> bool:
+    return isinstance(asked, KernelCase) and asked.kind != "experts" and asked.hardware.startswith(chips)
+
+
+def _is_pool(asked: Asked) -> bool:
+    return isinstance(asked, MemoryCase) and asked.metric in ("kv_tokens", "kv_gib")
 
 
 TARGETS: Final = (
-    Target("single stream, 3B and more: decode and end-to-end", 0.04, 0.12, _takes("single")),
-    Target("batched throughput and TPOT", 0.08, 0.20, _takes("batched")),
-    Target("prefill and TTFT of clean rows", 0.08, 0.20, _takes("prefill")),
-    Target("tensor parallel 2 to 8", 0.06, 0.15, _takes("tp")),
-    Target("quantised weights", 0.08, 0.20, _takes("quantised")),
-    Target("mixtures of experts", 0.10, 0.25, _takes("moe")),
-    Target("GEMM and attention, A100 and H100", 0.08, None, _takes("kernel")),
-    Target("GEMM and attention, RTX 4090", 0.05, None, _takes("4090 kernel")),
-    Target("KV pool of vLLM's logs", 0.03, None, _takes("kv")),
+    Target("single stream, 3B and more", 0.04, 0.12, _is_single),
+    Target("- 16 bits, dense, one GPU", 0.04, 0.12, _plain(_is_single)),
+    Target("batched throughput and TPOT", 0.08, 0.20, _is_batched),
+    Target("- 16 bits, dense, one GPU ", 0.08, 0.20, _plain(_is_batched)),
+    Target("prefill and TTFT, clean", 0.08, 0.20, _is_clean_prefill),
+    Target("- 16 bits, dense, one GPU  ", 0.08, 0.20, _plain(_is_clean_prefill)),
+    Target("tensor parallel 2 to 8", 0.06, 0.15, lambda asked: (case := _time(asked)) is not None and case.tp > 1),
+    Target("quantised weights", 0.08, 0.20, lambda asked: (case := _time(asked)) is not None and is_quantized(case)),
+    Target("mixtures of experts", 0.10, 0.25, lambda asked: (case := _time(asked)) is not None and case.config.is_moe),
+    Target("GEMM and attention, A100 and H100", 0.08, None, lambda asked: _is_kernel(asked, "a100", "h100")),
+    Target("GEMM and attention, RTX 4090", 0.05, None, lambda asked: _is_kernel(asked, "rtx-4090")),
+    Target("KV pool of vLLM's logs", 0.03, None, _is_pool),
 )
 
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,21 +82,23 @@ def test_h20_rows_of_the_qwen3_tables_are_in_no_other_group(bench: Modules, writ
     assert all(one.n == 1 and one.key not in ("h20", "sglang") for one in groups)
 
 
-def test_each_row_counts_for_one_target(bench: Modules, write: Write) -> None:
+def test_a_row_counts_for_each_target_that_its_words_fit(bench: Modules, write: Write) -> None:
     out = {"metric": "throughput_out_tok_s", "batch_or_concurrency": "16"}
-    rows = {
-        "single": {},
-        "": {"model": "Qwen/Qwen2.5-1.5B-Instruct"},
-        "batched": out,
-        "prefill": {"metric": "ttft_ms", "input_len": "512", "output_len": "1"},
-        "tp": {"tp": "2", "n_gpus": "2"},
-        "quantised": {"dtype_or_quant": "GPTQ-Int4", "tp": "2", "n_gpus": "2"},
-        "moe": {"model": "Qwen/Qwen3-30B-A3B", "dtype_or_quant": "FP8", **out},
-    }
-    cases, _ = bench["cases"].read_cases(write(*rows.values()))
-    assert [bench["score_targets"].class_of(case) for case in cases] == list(rows)
-    waiting = replace(cases[3], ttft_has_queueing=True)
-    assert bench["score_targets"].class_of(waiting) == ""
+    rows: list[tuple[dict[str, str], set[str]]] = [
+        ({}, {"single stream", "- 16 bits"}),
+        ({"model": "Qwen/Qwen2.5-1.5B-Instruct"}, set()),
+        (out, {"batched", "- 16 bits"}),
+        ({"metric": "ttft_ms", "input_len": "512", "output_len": "1"}, {"prefill", "- 16 bits"}),
+        ({"metric": "ttft_ms", "input_len": "512", "batch_or_concurrency": "8"}, set()),
+        ({"tp": "2", "n_gpus": "2"}, {"single stream", "tensor parallel"}),
+        ({"dtype_or_quant": "GPTQ-Int4", **out}, {"batched", "quantised"}),
+        ({"model": "Qwen/Qwen3-30B-A3B", "dtype_or_quant": "FP8"}, {"single stream", "quantised", "mixtures"}),
+    ]
+    cases, _ = bench["cases"].read_cases(write(*(row for row, _ in rows)))
+    for case, (_, names) in zip(cases, rows, strict=True):
+        found = [target.name for target in bench["score_targets"].TARGETS if target.takes(case)]
+        assert len(found) == len(names)
+        assert all(any(name.startswith(start) for start in names) for name in found), (case.id, found)
 
 
 def test_a_target_says_what_was_reached_and_what_the_data_scatter(bench: Modules, write: Write) -> None:
@@ -113,7 +114,7 @@ def test_a_target_says_what_was_reached_and_what_the_data_scatter(bench: Modules
         if one.name.startswith("single stream")
     ]
     assert missed.reached is False
-    assert [one.reached for one in reached if one.n == 0] == [None] * (len(reached) - 1)
+    assert [one.reached for one in reached if one.n == 0] == [None] * (len(reached) - 2)
 
 
 def test_a_row_that_beats_the_roof_cannot_be(bench: Modules, write: Write) -> None:
@@ -124,8 +125,7 @@ def test_a_row_that_beats_the_roof_cannot_be(bench: Modules, write: Write) -> No
 
     impossible, possible = scored(bench, write({"value": "1000"}, {"value": "84"}), slow)
     assert impossible.predicted is None
-    assert impossible.skipped.startswith("can't be: the roof of a100-80gb-sxm is 14")
-    assert impossible.skipped.endswith(" tokens/s, and the row says 1000")
+    assert impossible.skipped == "can't be: 1000 is 7.0 times the roof of a100-80gb-sxm"
     assert possible.error == pytest.approx(100 / 84 - 1)
 
 
@@ -169,7 +169,7 @@ def test_the_command_names_a_missing_column_and_exits_with_2(write: Write) -> No
 def test_the_text_has_every_part(bench: Modules, write: Write) -> None:
     text = bench["score"].text(scored(bench, write({}, {"grade": "C"}, {"note": "launch-bound"}), times(1.2)), 2)
     for part in (
-        "Targets (each row counts for one)",
+        "Targets (a row counts for each that its words fit)",
         "By engine",
         "By context",
         "Worst rows",
@@ -184,8 +184,8 @@ def test_no_published_figure_beats_the_roof_as_it_is_read(bench: Modules, shared
     """A wrong reading of a metric (prompts counted, contexts, layers split) would put rows above the chip's peaks."""
     above = set()
     for case in bench["cases"].read_rows(shared / "measurements" / "published.csv").cases:
-        roof = bench["score_predict"].roof_of(case)
-        if roof is not None and (case.measured > 1.02 * roof if case.is_rate else roof > 1.02 * case.measured):
+        share = None if case.saturated else bench["score_predict"].roof_share(case)
+        if share is not None and share > 1.02:
             above.add((case.hardware, case.weights))
     # float4 products of NVFP4 on Blackwell are twice as fast as the float8 peak that the catalogue has.
     assert above <= {("rtx-5070-ti", "NVFP4")}
