@@ -9,11 +9,12 @@ H20 rows of the Qwen3 tables aren't fitted. The same rows give the same files, b
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Fitted:
-    """The profiles of one set of rows: each group's constants, each engine's over all its groups, and everyone's."""
+    """The profiles of one set of rows: each group's constants, each kin's over all its groups, and everyone's."""
 
     groups: dict[str, Engine]
     engines: dict[str, Engine]
@@ -77,7 +78,7 @@ def fit_all(rows: Rows, near: Fitted | None = None, touched: Iterable[str] = ())
     `near` and `touched`: only the named groups have other rows than in `near`, the rest is taken from it.
     """
     names = set(touched) if near else set(rows)
-    members = {engine: [g for g in GROUPS if g.engine == engine] for engine in dict.fromkeys(g.engine for g in GROUPS)}
+    members = {kin: [g for g in GROUPS if g.kin == kin] for kin in dict.fromkeys(g.kin for g in GROUPS)}
     everyone = near.everyone if near else fit_engine(Stack([row for group in rows.values() for row in group]), FREE)
     engines, groups = dict(near.engines) if near else {}, dict(near.groups) if near else {}
     for engine, own in members.items():
@@ -147,28 +148,36 @@ def _is_large(case: Case) -> bool:
     return count_params(case.config).num_params > 2.9e9
 
 
+def model_of(case: Case) -> str:
+    """The architecture's name without its maker, its variant and its quantisation: `llama-3.1-8b`."""
+    name = case.model.split("/")[-1].lower().replace("meta-", "").replace(" ", "-")
+    size = re.match(r".*?[0-9][0-9._]*b(-a[0-9.]+b)?(?![a-z0-9])", name)
+    return size[0] if size else name
+
+
 def source_of(case: Case) -> str:
     """The repository or page that a row is from."""
     return case.source.split("@")[0].split(" ")[0].split("#")[0]
 
 
-def table(whole: Rows, fitted: Fitted, by_model: Sequence[Held], by_source: Sequence[Held]) -> str:
-    """Errors by target group: of the fit itself, and of rows held out by model and by source."""
+def table(whole: Rows, fitted: Fitted, held_out: Sequence[Sequence[Held]]) -> str:
+    """Errors by target group: of the fit itself, and of rows held out by model, by source and by GPU."""
     fit = [
         Held(row, float(error), False)
         for name, group in whole.items()
         if group
         for row, error in zip(group, Stack(group).residuals(fitted.groups[name]), strict=True)
     ]
-    lines = [f"{'median and 90th percentile of |error|, %':32}{'target':>12}{'fit':>16}{'new model':>16}{'new source':>16}"]
-    sets = (fit, by_model, by_source)
+    lines = [f"{'median and 90th percentile of |error|, %':32}{'target':>12}"]
+    lines[0] += "".join(f"{title:>16}" for title in ("fit", "new model", "new source", "new GPU"))
+    sets = (fit, *held_out)
     for name, (wanted, median, tail) in TARGETS.items():
         cells = [_spread([held.error for held in part if wanted(held.row)]) for part in sets]
         lines.append(f"{name:32}{f'{median} / {tail}':>12}" + "".join(f"{cell:>16}" for cell in cells))
     lines.append("")
     for group in GROUPS:
         cells = [_spread([h.error for h in part if group.takes(h.row.case)]) for part in sets]
-        lines.append(f"{group.name:32}{len(whole[group.name]):>8} rows" + "".join(f"{cell:>16}" for cell in cells[:]))
+        lines.append(f"{group.name:32}{len(whole[group.name]):>8} rows" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -191,11 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     fitted = fit_all(rows)
-    by_model = hold_out(rows, fitted, lambda case: case.model.split("/")[-1])
+    by_model = hold_out(rows, fitted, model_of)
     by_source = hold_out(rows, fitted, source_of)
-    print(table(rows, fitted, by_model, by_source))
+    by_gpu = hold_out(rows, fitted, lambda case: case.hardware)
+    print(table(rows, fitted, (by_model, by_source, by_gpu)))
     print(f"\n{sum(map(len, rows.values()))} rows fitted, {len(left)} left out")
-    texts = {f"{name}.toml": text for name, text in profile_text(rows, fitted, by_model, by_source).items()}
+    texts = {f"{name}.toml": text for name, text in profile_text(rows, fitted, by_model, by_source, by_gpu).items()}
     if options.check:
         found = {path.name: path.read_text(encoding="utf-8") for path in options.output.glob("*.toml")}
         return 0 if found == texts else 1

@@ -49,7 +49,8 @@ class Stack:
         self.starts = np.cumsum([0, *lengths[:-1]])
         self.times = np.concatenate([row.plan.steps.times for row in rows])
         values = {name: np.concatenate([row.terms.values[name] for row in rows]) for name in rows[0].terms.values}
-        self.terms = Terms(values, np.concatenate([row.terms.bound_s for row in rows]))
+        least = {name: np.concatenate([row.terms.least[name] for row in rows]) for name in rows[0].terms.least}
+        self.terms = Terms(values, least)
         self.requests = np.array([row.plan.requests for row in rows])
         self.measured = np.array([row.measured_s for row in rows])
         self.schemes = tuple(sorted({row.scheme for row in rows if row.scheme}))

@@ -22,6 +22,7 @@ FREE: Final = (
     "prefill_layer_s",
     "step_s",
     "sequence_s",
+    "collectives_large",
     "collective_call_s",
     "host_layer_s",
     "prefill_host_layer_s",
@@ -58,6 +59,11 @@ class Group:
     def name(self) -> str:
         version = next((text for text in self.versions if text), "")
         return "-".join(part for part in (self.engine, version, self.family) if part)
+
+    @property
+    def kin(self) -> str:
+        """Groups of the same engine and generation lean to each other's constants."""
+        return f"{self.engine} mixing" if self.scheduler.mixes else self.engine
 
     @property
     def hardware(self) -> tuple[str, ...]:

@@ -25,7 +25,11 @@ LEAST: Final = 0.03  # half width of an interval on log scale, whatever the rows
 
 
 def profile_text(
-    rows: Mapping[str, Sequence[Row]], fitted: Fitted, by_model: Sequence[Held], by_source: Sequence[Held]
+    rows: Mapping[str, Sequence[Row]],
+    fitted: Fitted,
+    by_model: Sequence[Held],
+    by_source: Sequence[Held],
+    by_gpu: Sequence[Held],
 ) -> dict[str, str]:
     """Every profile's file by its name."""
     texts = {}
@@ -36,10 +40,10 @@ def profile_text(
         own = [held for held in by_model if group.takes(held.row.case)]
         sources = [held for held in by_source if group.takes(held.row.case)]
         same = [held for held in by_model if held.row.case.engine == group.engine]
-        away = [held.error for held in (*by_source, *by_model) if held.nearest and held.row.case.engine == group.engine]
-        everywhere = [held.error for held in by_source]
+        away = [held.error for held in by_gpu if held.nearest and held.row.case.engine == group.engine]
+        everywhere = [held.error for held in by_gpu if held.nearest]
         intervals = {kind: _interval(_kind(own, kind), _kind(same, kind), _kind(by_model, kind)) for kind in KINDS}
-        intervals["elsewhere"] = _interval(away, [held.error for held in by_source], everywhere)
+        intervals["elsewhere"] = _interval(away, everywhere)
         texts[group.name] = _text(group, engine, rows[group.name], intervals, own, sources)
     everyone = Group("any", (), "a100", Scheduler(), "an engine with continuous batching")
     everything = [row for group in rows.values() for row in group]

@@ -68,7 +68,13 @@ ExpertsOption = Annotated[
     ),
 ]
 ProfileOption = Annotated[
-    str, typer.Option("--profile", metavar="PROFILE", help="An engine's constants; `bound` is the lower bound in time.")
+    str,
+    typer.Option(
+        "--profile",
+        metavar="PROFILE",
+        help="An engine (vllm, vllm==0.6.3, sglang, ...), whose best constants for the GPU are taken, or one profile "
+        "by name; `bound` is the lower bound in time.",
+    ),
 ]
 TpOption = Annotated[str, typer.Option("--tp", metavar="N", help="Devices that split heads and widths.")]
 EpOption = Annotated[str, typer.Option("--ep", metavar="N", help="Devices that split the experts.")]

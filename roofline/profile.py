@@ -111,15 +111,25 @@ def _checked(name: str, value: object) -> float:
     return float(value)
 
 
-def load_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
-    """The profile of this name, or the best one of an engine of this name for a GPU."""
+def load_profile(name: str) -> Profile:
+    """The profile of this name; no engine's name stands for one, see `find_profile`."""
+    text = name.strip().lower()
+    found = next((profile for profile in (BOUND, *known_profiles()) if profile.name == text), None)
+    if found is None:
+        known = ", ".join(profile.name for profile in (BOUND, *known_profiles()))
+        raise InputError("profile", name, "is not a profile that is known here", f"Known: {known}.")
+    return found
+
+
+def find_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
+    """The profile of this name, or an engine's best one for a GPU: `vllm`, or `vllm==0.6.3` for a version's."""
     text = name.strip().lower()
     if text == BOUND.name:
         return Choice(BOUND, False, "")
     named = next((profile for profile in known_profiles() if profile.name == text), None)
     chip = hardware.id if isinstance(hardware, Hardware) else hardware
     if named is not None:
-        fits = chip is None or chip in named.hardware
+        fits = chip is None or chip in named.hardware or named.engine == "any"
         return Choice(named, not fits, "" if fits else f"it was fitted on {', '.join(named.hardware)}, not on {chip}")
     engine, _, version = text.partition("==")
     engines = tuple(dict.fromkeys(profile.engine for profile in known_profiles()))

@@ -21,15 +21,27 @@ def predict_record(
         "hardware": hardware.id,
         **settings,
         "device": device,
-        "profile": prediction.profile,
+        "profile": _profile(prediction),
         "rows": prediction.rows,
+    }
+
+
+def _profile(prediction: Prediction) -> dict[str, Any]:
+    profile = prediction.profile
+    return {
+        "name": profile.name,
+        "source": profile.source,
+        "validation": profile.validation,
+        "nearest": prediction.nearest or None,
     }
 
 
 def predict_text(record: dict[str, Any]) -> Iterator[str | Table]:
     yield _headline(record)
     profile = record["profile"]
-    yield f"Profile {profile.name}: {profile.source}. Validation: {profile.validation}."
+    yield f"Profile {profile['name']}: {profile['source']}. Validation: {profile['validation']}."
+    if profile["nearest"]:
+        yield f"The nearest profile, not one fitted here ({profile['nearest']}), so the interval is wider."
     device = record["device"]
     yield (
         f"{record['dtype']} weights, {record['kv_dtype']} cache; at {quantity(device.flops_per_s, 'FLOP/s')} and "
@@ -46,7 +58,7 @@ def _headline(record: dict[str, Any]) -> str:
     rows = record["rows"]
     fitting = [row for row in rows if row.fits]
     best = max(fitting or rows, key=lambda row: row.throughput_tokens_per_s)
-    bound = record["profile"].name == "bound"
+    bound = record["profile"]["name"] == "bound"
     least, most = ("at least ", "at most ") if bound else ("", "")
     each = "" if best.tpot_s is None else f"{least}{quantity(best.tpot_s, 's')} a token after that, "
     lengths = f"{whole(record['prompt'])} tokens in, {whole(record['output'])} out"
@@ -60,7 +72,7 @@ def _headline(record: dict[str, Any]) -> str:
 
 
 def _table(record: dict[str, Any]) -> Table:
-    rows = record["rows"]
+    rows, bound = record["rows"], record["profile"]["name"] == "bound"
     body = [
         [
             whole(row.batch),
@@ -68,6 +80,7 @@ def _table(record: dict[str, Any]) -> Table:
             milliseconds(row.ttft_s),
             milliseconds(row.tpot_s),
             milliseconds(row.e2e_s),
+            *([] if bound else [milliseconds(row.low), milliseconds(row.high)]),
             decimal(row.tokens_per_s_per_sequence),
             decimal(row.throughput_tokens_per_s),
             percent(row.mfu),
@@ -82,6 +95,7 @@ def _table(record: dict[str, Any]) -> Table:
         "first token, ms",
         "each later, ms",
         "all, ms",
+        *(() if bound else ("low", "high")),
         "tokens/s a sequence",
         "tokens/s in all",
         "mfu",

@@ -201,7 +201,7 @@ def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
 def layout_of(
     config: ModelConfig,
     chip: Hardware,
-    weights: str,
+    scheme: WeightScheme,
     *,
     tp: int = 1,
     kv_dtype: str | None = None,
@@ -210,7 +210,6 @@ def layout_of(
 ) -> Layout:
     """How a model in a weight scheme lies on `tp` devices."""
     check_mesh(config, Mesh(tp=tp))
-    scheme = scheme_of(weights)
     kv_bytes = dtype_bits(kv_dtype or "bfloat16") / 8
     return Layout(
         tp,
@@ -223,9 +222,9 @@ def layout_of(
     )
 
 
-def scheme_key(weights: str) -> str:
+def scheme_key(weights: str | WeightScheme) -> str:
     """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits."""
-    name = scheme_of(weights).name
+    name = (scheme_of(weights) if isinstance(weights, str) else weights).name
     return "" if name in _PLAIN else name
 
 
@@ -237,7 +236,7 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
     layout = layout_of(
         case.config,
         chip,
-        case.weights,
+        scheme_of(case.weights),
         tp=case.tp,
         kv_dtype=case.kv_dtype,
         dp=case.attention_dp,

@@ -41,8 +41,10 @@ SECONDS = (
     "experts",
     "elementwise",
     "collectives",
+    "collectives_large",
 )
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
+LARGE_BYTES = 32 << 20  # of a message, from where on collectives of some engines slow down
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
 
@@ -89,10 +91,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Terms:
-    """Kernel seconds and counts of each kind of step, by name; `bound_s` is the roofline's time of the same step."""
+    """Kernel seconds and counts of each kind of step, by name; `least` has the roofline's time of the same kernels."""
 
     values: dict[str, NDArray[Any]]
-    bound_s: NDArray[Any]
+    least: dict[str, NDArray[Any]]
+
+    @property
+    def bound_s(self) -> NDArray[Any]:
+        """The roofline's time of each kind of step."""
+        total: NDArray[Any] = sum(self.least.values())  # type: ignore[assignment]
+        return total
+
+    @property
+    def kernel_s(self) -> NDArray[Any]:
+        """Seconds of all kernels, as their chip runs them."""
+        total: NDArray[Any] = sum(self.values[name] for name in SECONDS)  # type: ignore[assignment]
+        return total
 
 
 def step_terms(config: ModelConfig, steps: Steps, layout: Layout, chip: Hardware, eff: Efficiency) -> Terms:
@@ -113,7 +127,7 @@ class _Fold:
         self.chip, self.eff = chip, eff
         self.zero = np.zeros_like(steps.times, dtype=np.float64)
         self.values = {name: self.zero.copy() for name in (*SECONDS, *COUNTS)}
-        self.bound_s = self.zero.copy()
+        self.least = {name: self.zero.copy() for name in SECONDS}
         self.bandwidth = chip.peak_bandwidth_bytes_per_s
 
     def terms(self) -> Terms:
@@ -131,7 +145,7 @@ class _Fold:
         self.values["eager_layers"] += layers * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows
-        return Terms(self.values, self.bound_s)
+        return Terms(self.values, self.least)
 
     def peak(self, dtype: str) -> float:
         """The roof of a product: the faster of the activations' rate and of the operands', where the chip has it."""
@@ -168,7 +182,9 @@ class _Fold:
         by_memory = memory**2 / (memory**2 + compute**2)
         self.values["products_memory"] += seconds * by_memory
         self.values["products_compute"] += seconds * (1 - by_memory)
-        self.bound_s += self.np.maximum(compute, memory) * layers * running
+        least = self.np.maximum(compute, memory) * layers * running
+        self.least["products_memory"] += least * by_memory
+        self.least["products_compute"] += least * (1 - by_memory)
 
     def elementwise(self, op: Op) -> None:
         sizes, (mesh, share) = self.sizes(op), self.mesh(op.name)
@@ -184,9 +200,10 @@ class _Fold:
         self.values["elementwise"] += seconds
         if op.kv_write:
             written = self.steps.tokens * share * self.kv_row_bytes()
-            self.bound_s += written * layers / self.bandwidth
+            self.least["elementwise"] += written * layers / self.bandwidth
         if op.kind == "gather":
-            self.bound_s += self.steps.tokens * self.config.hidden_size * 2.0 / self.layout.tp / self.bandwidth
+            read = self.steps.tokens * self.config.hidden_size * 2.0 / self.layout.tp
+            self.least["elementwise"] += read / self.bandwidth
 
     def heads(self) -> tuple[float, float, float]:
         """Query heads and KV heads of one device, and its share of the sequences."""
@@ -214,7 +231,7 @@ class _Fold:
             # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
             least = np.maximum(flops / peak, moved / self.bandwidth)
             self.values["attention_decode"] += np.maximum(seconds * decoding, least) * layers
-            self.bound_s += least * layers
+            self.least["attention_decode"] += least * layers
 
             prompts, prefilling = np.maximum(steps.prompts * share, 1e-9), steps.prompts > 0
             chunk = np.maximum(steps.chunk, 1)
@@ -229,7 +246,7 @@ class _Fold:
             least = np.maximum(flops / peak, moved / self.bandwidth)
             name = "attention_prefill" if self.layout.flash_attention else "attention_plain"
             self.values[name] += np.maximum(seconds * prefilling, least) * layers
-            self.bound_s += least * layers
+            self.least[name] += least * layers
 
     def experts(self) -> None:
         config, layout, np = self.config, self.layout, self.np
@@ -248,7 +265,7 @@ class _Fold:
         memory = 3.0 * distinct * hidden * width * bits / 8 / self.bandwidth
         least = np.maximum(compute, memory)
         self.values["experts"] += np.maximum(seconds, least) * layers
-        self.bound_s += least * layers
+        self.least["experts"] += least * layers
 
     def collectives(self) -> None:
         config, tp = self.config, self.layout.tp
@@ -261,9 +278,12 @@ class _Fold:
         calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
         least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
-        self.values["collectives"] += self.np.maximum(one, least) * calls + logits
+        large, seconds = payload >= LARGE_BYTES, self.np.maximum(one, least) * calls
+        self.values["collectives"] += seconds * ~large + logits
+        self.values["collectives_large"] += seconds * large
         self.values["collective_calls"] += calls
-        self.bound_s += least * calls + logits
+        self.least["collectives"] += least * calls * ~large + logits
+        self.least["collectives_large"] += least * calls * large
 
 
 def _windowed(np: Any, positions: Any, window: int) -> Any:

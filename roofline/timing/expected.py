@@ -1,0 +1,66 @@
+"""What a profile expects of requests of equal length that are served together: prefill, then decode steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from qwenjax.config import ModelConfig
+from roofline.dtypes import DtypePolicy
+from roofline.hardware import Hardware
+from roofline.timing.efficiency import load_efficiency
+from roofline.timing.engine import step_seconds
+from roofline.timing.scheduling import Group, as_steps, decode_groups, prefill_groups
+from roofline.timing.serving import layout_of, scheme_key
+from roofline.timing.step import step_terms
+from roofline.weight_schemes import scheme_of
+
+if TYPE_CHECKING:
+    from roofline.profile import Choice
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Seconds of the whole batch's prefill and of all its decode steps, and the part of both outside of kernels."""
+
+    prefill_s: float
+    decode_s: float
+    overhead_s: float
+
+
+def expect_request(
+    config: ModelConfig,
+    chip: Hardware,
+    choice: Choice,
+    policy: DtypePolicy,
+    *,
+    batch: int,
+    prompt: int,
+    output: int,
+    tp: int = 1,
+    experts: float | None = None,
+) -> Expected:
+    """Times `batch` requests of `prompt` tokens in and `output` tokens out on `tp` devices, seconds.
+
+    Prompts run as the engine's scheduler takes them, whole or in chunks, before the first decode step; it leaves out
+    requests that wait because the KV pool is full. experts: distinct experts of a decode step, where counted.
+    """
+    scheduler, engine = choice.profile.scheduler, choice.profile.engine_constants
+    scheme = policy.scheme or scheme_of(policy.weight)
+    layout = layout_of(config, chip, scheme, tp=tp, kv_dtype=policy.kv, scheduler=scheduler)
+    eff = load_efficiency(chip)[0]
+
+    def time(groups: list[Group], counted: float | None) -> tuple[float, float]:
+        if not groups:
+            return 0.0, 0.0
+        steps = as_steps(groups)
+        terms = step_terms(config, steps, replace(layout, experts=counted), chip, eff)
+        seconds = step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
+        total = float(steps.times @ seconds)
+        return total, max(0.0, total - float(steps.times @ terms.kernel_s))
+
+    prefill, first = time(prefill_groups(batch, prompt, scheduler), None)
+    decode, later = time(decode_groups(batch, prompt + 1, output - 1), experts)
+    once = engine.of("request_s")
+    return Expected(prefill + once, decode, first + later + once)
+
