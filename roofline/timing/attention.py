@@ -79,9 +79,7 @@ def attention_decode_s(
 ) -> Any:
     """Seconds of attention of one new token of each of batch sequences over kv_len positions, itself included."""
     shape = (heads, kv_heads, head_dim)
-    return attention_mixed_s(
-        0, 0, 0, batch, kv_len, *shape, chip=chip, eff=eff, kv_bytes=kv_bytes, resident=resident
-    )
+    return attention_mixed_s(0, 0, 0, batch, kv_len, *shape, chip=chip, eff=eff, kv_bytes=kv_bytes, resident=resident)
 
 
 def attention_mixed_s(
@@ -211,9 +209,7 @@ def _parts(thread_blocks: Any, key_blocks: Any, sms: int, by_load: bool) -> Any:
     return choose(thread_blocks >= _FULL * slots, 1.0, chosen)
 
 
-def attention_work_s(
-    work: AttentionWork, *, chip: Hardware, eff: AttentionEfficiency, resident: bool = False
-) -> Any:
+def attention_work_s(work: AttentionWork, *, chip: Hardware, eff: AttentionEfficiency, resident: bool = False) -> Any:
     """Seconds of counted work: SMs or memory, whichever is slower, then the kernels around it."""
     bandwidth = chip.peak_bandwidth_bytes_per_s
     memory = _memory_bytes(work, chip, eff, resident) / (bandwidth * eff.memory_fraction)

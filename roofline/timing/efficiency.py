@@ -118,6 +118,7 @@ class MoeEfficiency:
     l2_share: float = constant("1", 0.2, 1.3, _L2_SHARE)
     l2_speed: float = constant("1", 1.0, 6.0, _L2_SPEED)
     has_tuned_tiles: bool = True  # else the engine's two default tiles, by tokens against experts
+    crowds_first_rank: bool = False  # the source gives one rank all experts that few tokens choose
 
 
 @dataclass(frozen=True)
@@ -249,3 +250,13 @@ def _told(chip: Hardware, efficiency: Efficiency) -> str:
         groups = ", ".join(group for group, at in efficiency.sources if at == owner)
         parts.append(f"{groups} from {owner}, the nearest with such measurements")
     return f"kernel constants for {chip.id}: {'; '.join(parts)}"
+
+
+def load_interval(owner: str, group: str, chip: str) -> tuple[float, float]:
+    """Between which multiples of a predicted time 80 % of the rows lay that the fit didn't see.
+
+    Twice as wide, in logarithms, on a chip that isn't the one the group was fitted on.
+    """
+    interval = load_table(owner)[group]["interval"]
+    low, high = float(interval["low"]), float(interval["high"])
+    return (low, high) if owner == chip else (low * low, high * high)

@@ -1,4 +1,4 @@
-"""Expected seconds of one kernel: its tiles over the SMs, its bytes through memory or L2, launches, and a smooth maximum.
+"""Expected seconds of one kernel: tiles over the SMs, bytes through memory or L2, launches, and a smooth maximum.
 
 Sizes may be numpy arrays and need not be whole. What a function returns is never below the roofline's time: FLOPs at
 the peak rate, weights and cache at the peak bandwidth. Activations may stay on the chip, as `roofline.count` has it.
