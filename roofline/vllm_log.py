@@ -237,11 +237,11 @@ def read_startup_log(text: str, path: str = "the log") -> StartupLog:
     texts: dict[str, str] = {}
     for number, line in enumerate(lines):
         for field, reading in _readings(line, number + 1):
-            if number >= begin or field not in ESSENTIAL:
+            if number >= begin:
                 readings.setdefault(field, []).append(reading)
         for field in _TEXTS:
             match = next((found for pattern in _PATTERNS[field] if (found := pattern.search(line))), None)
-            if match:
+            if match and number >= begin:
                 texts[field] = match[1].removesuffix(".")
     if not any(field in readings for field in (*ESSENTIAL, "consumed_bytes", "gpu_blocks")):
         raise InputError(
@@ -267,8 +267,8 @@ def _firsts(lines: list[str]) -> list[int]:
 
 
 def _last_start(lines: list[str], starts: list[int]) -> int:
-    """The line where the last start begins that got as far as its memory."""
-    return next((begin for begin in reversed(starts) if any(map(_tells, lines[begin:]))), 0)
+    """The line where the last start begins that got as far as its memory; what precedes the first belongs to it."""
+    return next((begin for begin in reversed(starts[1:]) if any(map(_tells, lines[begin:]))), 0)
 
 
 def _tells(line: str) -> bool:

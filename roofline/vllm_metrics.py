@@ -32,7 +32,9 @@ _COUNTERS: Final[dict[str, tuple[str, ...]]] = {
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total",),
 }
 _NEEDED: Final = ("flops", "prompt_tokens", "output_tokens", "requests")
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:.]*)(?:\{(.*)\})?\s+([-+.\w]+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$")
+_SAMPLE = re.compile(
+    r'^([A-Za-z_:][\w:.]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+([-+.\w]+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$'
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
