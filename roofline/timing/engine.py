@@ -36,7 +36,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "attention_plain": Constant("slowdown of attention of prompts where scores are written out", "1", 0.5, 60, 6, 4),
     "experts": Constant("slowdown of the routed experts' products", "1", 0.5, 20, 1.2, 0.8),
     "collectives": Constant("slowdown of collectives", "1", 0.5, 20, 1.2, 0.4),
-    "collectives_large": Constant("slowdown of collectives of 32 MiB and more", "1", 0.5, 20, 1.2, 1.0),
+    "collectives_large": Constant("slowdown of collectives of 48 MiB and more", "1", 0.5, 20, 1.2, 1.0),
     "elementwise": Constant("slowdown of norms, rotations and activations", "1", 0.5, 10, 1.0, 0.3),
     "layer_s": Constant("device idle in each layer of a decode step, between kernels", "s", 0, 1e-3, 3e-6, 6e-6),
     "prefill_layer_s": Constant("device idle in each layer of a step with prompts", "s", 0, 5e-3, 1e-5, 3e-5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -11,7 +12,7 @@ from qwenjax.errors import InputError
 from qwenjax.sharding import Mesh, check_mesh
 from roofline.count import count_kv_bytes_per_token, dtype_bits
 from roofline.hardware import Hardware, load_hardware
-from roofline.memory import peak_activation_bytes
+from roofline.memory import peak_activation_bytes, plan_memory
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import Engine, step_seconds
@@ -177,6 +178,37 @@ def _is_chat(case: Case) -> bool:
 
 
 def _pool_tokens(case: Case, scheduler: Scheduler) -> float:
+    """Tokens that the KV pool holds, of all devices together where attention is spread; at least one request's."""
+    tokens = _planned_tokens(case) or _estimated_tokens(case, scheduler)
+    return max(tokens * case.pp * (case.tp if case.attention_dp else 1), float(case.input_len + case.output_len))
+
+
+def _planned_tokens(case: Case) -> float | None:
+    """The pool by the rules of the case's vLLM version; None for other engines, versions without rules, and PP."""
+    if case.engine != "vllm" or not re.match(r"\d+\.\d", case.engine_version) or case.pp > 1:
+        return None
+    version = re.match(r"[\d.]*\d", case.engine_version)
+    try:
+        plan = plan_memory(
+            case.config,
+            load_hardware(case.hardware),
+            gpu_memory_utilization=case.gpu_memory_utilization,
+            max_model_len=case.max_model_len,
+            max_num_batched_tokens=case.max_num_batched_tokens,
+            max_num_seqs=case.max_num_seqs,
+            kv_dtype=case.kv_dtype,
+            weights=scheme_of(case.weights),
+            mesh=Mesh(tp=case.tp),
+            engine=f"vllm=={version[0] if version else ''}",
+            enforce_eager=case.cuda_graphs is False,
+        )
+    except InputError:
+        return None
+    return plan.kv_tokens if plan.kv_tokens > case.input_len + case.output_len else None
+
+
+def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
+    """The pool where no rules are known: what weights, activations and a round reserve leave of nine tenths."""
     chip = load_hardware(case.hardware)
     profiled = min(scheduler.max_num_batched_tokens, 8192)  # tokens of the step whose activations are set aside
     shards = 1 if case.attention_dp else case.tp
@@ -189,7 +221,7 @@ def _pool_tokens(case: Case, scheduler: Scheduler) -> float:
         pool = chip.usable_memory_bytes * 0.97 - weights - reserved / 3  # it ran, so it fitted somehow
     if pool <= 0:
         raise InputError("hardware", case.hardware, "doesn't hold the weights", "Check tp and the weight scheme.")
-    return max(pool / per_token * (case.tp if case.attention_dp else 1), float(case.input_len + case.output_len))
+    return pool / per_token / case.pp
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
@@ -218,6 +250,7 @@ def layout_of(
         compute_dtype_of(scheme, chip),
         kv_bytes,
         flash_attention=(scheduler or Scheduler()).flash_attention,
+        repeats_kv=(scheduler or Scheduler()).repeats_kv,
         captured_context=(scheduler or Scheduler()).captured_context,
     )
 

@@ -44,7 +44,8 @@ SECONDS = (
     "collectives_large",
 )
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
-LARGE_BYTES = 32 << 20  # of a message, from where on collectives of some engines slow down
+LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
+_SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
 
@@ -85,7 +86,8 @@ class Layout:
     compute_dtype: str = "bfloat16"  # of the products with narrow weights
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
-    flash_attention: bool = True  # else scores are written out, and keys and values repeated for each query head
+    flash_attention: bool = True  # else a prompt's scores are written out
+    repeats_kv: bool = False  # a decode step's keys and values are copied for each query head
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
 
 
@@ -224,7 +226,7 @@ class _Fold:
             context = steps.context if window is None else np.minimum(steps.context, window)
             reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
             batch, decoding = np.maximum(steps.decodes * share, 1e-9), steps.decodes > 0
-            stored = kv_heads if self.layout.flash_attention else heads
+            stored = heads if self.layout.repeats_kv else kv_heads
             seconds = attention_decode_s(batch, np.maximum(context, 1), heads, stored, width, **sizes)
             flops = 4.0 * steps.decodes * share * heads * width * context
             moved = steps.decodes * share * context * self.kv_row_bytes()
@@ -241,6 +243,10 @@ class _Fold:
             seconds = attention_prefill_s(
                 prompts, chunk, np.maximum(reached, chunk), heads, kv_heads, width, **sizes
             )
+            # A few new tokens of each prompt: their query heads share a pass over the cache, as in a decode step.
+            passes = np.maximum(1.0, chunk * heads / kv_heads / _SHARED_ROWS)
+            shared = attention_decode_s(prompts, np.maximum(reached, 1), heads, kv_heads, width, **sizes) * passes
+            seconds = np.minimum(seconds, shared)
             flops = 4.0 * steps.prompts * share * heads * width * pairs
             moved = steps.prompts * share * reached * self.kv_row_bytes()
             least = np.maximum(flops / peak, moved / self.bandwidth)
