@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cases import Rows
 from kernel_cases import KernelCase, kernel_options
+from kernel_routing import routed
 from score_memory import predict_memory
 from scored import Asked, Scored
 
 from qwenjax.errors import InputError
 from roofline.hardware import load_hardware
+from roofline.timing.attention import attention_decode_s, attention_prefill_s
 from roofline.timing.case import Case
 from roofline.timing.efficiency import load_efficiency
-from roofline.timing.kernels import attention_decode_s, attention_prefill_s, gemm_s, moe_s
+from roofline.timing.kernels import gemm_s, moe_s
 from roofline.timing.scheduling import Scheduler
 from roofline.timing.serving import CasePrediction, case_terms, figure, plan_case, predict_case
 
@@ -82,13 +85,15 @@ def _kernel(case: KernelCase) -> Scored:
     chip = load_hardware(case.hardware)
     efficiency, provenance = load_efficiency(chip)
     size, options = case.sizes, kernel_options(case)
-    common: dict[str, Any] = {"chip": chip, "eff": efficiency}
+    common: dict[str, Any] = {"chip": chip, "eff": efficiency, "resident": case.repeated}
     if case.kind == "gemm":
-        seconds = gemm_s(size["m"], size["n"], size["k"], resident=case.repeated, **options, **common)
+        seconds = gemm_s(size["m"], size["n"], size["k"], **options, **common)
     elif case.kind == "experts":
-        distinct = size["experts"] * (1 - (1 - size["per_token"] / size["experts"]) ** size["tokens"])
+        routing = re.search(r"routing distribution (\w+_?[\d.]*)", case.note)
+        named = routing[1].rstrip(".") if routing else "balanced"
+        rows, distinct = routed(size["tokens"], size["per_token"], size["experts"], 1, named)
         shape = (size["tokens"], size["hidden"], size["width"], size["per_token"], size["experts"], distinct)
-        seconds = moe_s(*shape, weight_bits=options["weight_bits"], **common)
+        seconds = moe_s(*shape, weight_bits=options["weight_bits"], rows=rows, **common)
     else:
         heads = (size["heads"], size["kv_heads"], size["head_dim"])
         if case.kind == "decode attention":

@@ -64,7 +64,7 @@ def _of_kernel(case: KernelCase) -> Iterator[str]:
     if case.repeated and case.kind == "gemm" and l2 and 2 * case.sizes["n"] * case.sizes["k"] < 2 * l2:
         yield "one call repeated: its weights stay in L2 in part"
     if case.kind == "experts":
-        yield "routing by a power law: fewer distinct experts than with even routing"
+        yield "routing by a power law, which hits fewer experts and some far more often"
     if is_quantized(case):
         yield f"the kernel of {case.weights} weights"
 
