@@ -131,7 +131,7 @@ def _bitsandbytes(value: Mapping[str, Any]) -> Quantization:
         return Quantization("bitsandbytes", 4, 64, None, kept, f"{kind}-double" if twice else kind)
     if value.get("load_in_8bit") is True:
         return Quantization("bitsandbytes", 8, None, None, kept, "INT", per_channel=True, activations="int8")
-    problem = "and load_in_8bit are both off"
+    problem = "is off, and so is load_in_8bit"
     raise InputError("quantization_config.load_in_4bit", value.get("load_in_4bit"), problem, "Check the file.")
 
 

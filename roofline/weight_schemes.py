@@ -181,28 +181,41 @@ def _with_group(scheme: WeightScheme, group: int) -> WeightScheme:
 
 def _stored_scheme(stored: Quantization) -> WeightScheme:
     """What quantization_config says: bits, groups or blocks, activations, and the modules that it leaves out."""
-    kept, bits, group = stored.modules_to_not_convert, stored.bits, stored.group_size
+    bits, group = stored.bits, stored.group_size
     narrow = "float4_e2m1fn" if stored.algorithm == "NVFP4" else "float8_e4m3fn"
     implied = narrow if stored.method in ("fp8", "fbgemm_fp8", "modelopt") else ""
     compute = (stored.activations or implied,) if stored.activations or implied else ()
-    if stored.method == "gptq":
-        return WeightScheme("gptq", _grouped(bits, group, bits, 32), activation="float16", kept=kept)
-    if stored.method == "awq":
-        return WeightScheme("awq", _grouped(bits, group, bits), activation="float16", kept=kept)
-    if stored.method == "bitsandbytes" and group:
-        return WeightScheme(
-            "bitsandbytes", Packing(bits, (1, group), 8 if "double" in stored.algorithm else 32), kept=kept
-        )
-    if stored.algorithm == "NVFP4":
-        return WeightScheme(stored.method, Packing(bits, (1, group), 8), compute=compute, kept=kept)
-    if stored.block:
+    activation = "float16" if stored.method in ("gptq", "awq") else "bfloat16"
+    if stored.method in ("gptq", "awq"):
+        packing = _grouped(bits, group, bits, 32 if stored.method == "gptq" else 0)
+    elif stored.method == "bitsandbytes" and group:
+        packing = Packing(bits, (1, group), 8 if "double" in stored.algorithm else 32)
+    elif stored.algorithm == "NVFP4":
+        packing = Packing(bits, (1, group), 8)
+    elif stored.block:
         packing = Packing(bits, stored.block, 16)
     elif group or stored.per_channel:
         wide = stored.method in ("fbgemm_fp8", "bitsandbytes")  # float32 scales
         packing = Packing(bits, (1, group), 32 if wide else 16)
     else:
         packing = Packing(bits, tile_bits=32)
-    return WeightScheme(stored.method, packing, compute=compute, kept=kept)
+    kept = stored.modules_to_not_convert
+    return WeightScheme(_stored_name(stored), packing, compute=compute, activation=activation, kept=kept)
+
+
+def _stored_name(stored: Quantization) -> str:
+    """The name in SCHEMES that a quantization_config comes nearest to."""
+    if stored.method == "gptq":
+        return f"gptq-int{stored.bits}"
+    if stored.method == "bitsandbytes":
+        return "bnb-nf4" if stored.bits == 4 else "bnb-int8"
+    if stored.algorithm == "NVFP4":
+        return "nvfp4"
+    if stored.algorithm == "INT":
+        return f"w{stored.bits}a{'8' if stored.activations else '16'}"
+    if stored.method == "awq":
+        return "awq"
+    return "fp8-block" if stored.block else "fp8-channel" if stored.per_channel else "fp8"
 
 
 def weight_bits(config: ModelConfig, scheme: WeightScheme) -> dict[str, int]:

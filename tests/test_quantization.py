@@ -16,6 +16,15 @@ from qwenjax.quantization import Quantization, read_hf_quant_config, read_quanti
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+COMPRESSED_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+
+
+def compressed(inputs: Json | None = None, **weights: Any) -> Json:
+    group = {"targets": ["Linear"], "weights": {**COMPRESSED_WEIGHTS, **weights}, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+COMPRESSED = compressed()
 MODELOPT = {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}, "ignore": ["lm_head"]}
 
 
@@ -38,6 +47,32 @@ MODELOPT = {"quant_algo": "NVFP4", "producer": {"name": "modelopt"}, "ignore": [
         ({**MODELOPT, "quant_method": None}, read_quantization(MODELOPT)),
         ({**MODELOPT, "quant_method": "modelopt"}, read_quantization(MODELOPT)),
         ({"quant_algo": "FP8"}, Quantization("modelopt", 8, algorithm="FP8")),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, Quantization("fp8", 8)),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]},
+            Quantization("fbgemm_fp8", 8, None, None, ("lm_head",), "FP8", per_channel=True),
+        ),
+        (COMPRESSED, Quantization("compressed-tensors", 4, 128, None, ("lm_head",), "INT")),
+        (
+            compressed(num_bits=8, strategy="channel", group_size=None, inputs={"num_bits": 8, "type": "int"}),
+            Quantization("compressed-tensors", 8, None, None, ("lm_head",), "INT", True, "int8"),
+        ),
+        (
+            compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
+            Quantization("compressed-tensors", 8, None, (128, 128), ("lm_head",), "FP8"),
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            Quantization("bitsandbytes", 4, 64, algorithm="nf4"),
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+            Quantization("bitsandbytes", 4, 64, algorithm="fp4-double"),
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+            Quantization("bitsandbytes", 8, None, None, ("lm_head",), "INT", True, "int8"),
+        ),
     ],
 )
 def test_kinds_that_are_read(block: Any, expected: Quantization | None) -> None:
@@ -45,7 +80,9 @@ def test_kinds_that_are_read(block: Any, expected: Quantization | None) -> None:
     assert read(QWEN3, quantization_config=block).quantization == expected
 
 
-METHODS = "Known: fp8, gptq, awq, modelopt, compressed-tensors, bitsandbytes, fbgemm_fp8. Use the unquantised checkpoint."
+METHODS = (
+    "Known: fp8, gptq, awq, modelopt, compressed-tensors, bitsandbytes, fbgemm_fp8. Use the unquantised checkpoint."
+)
 GROUP = "must be a positive integer, or -1 for the whole input axis. Qwen's checkpoints say 128."
 BLOCK = "must be two positive integers. Qwen's FP8 checkpoints say [128, 128]."
 
@@ -71,6 +108,25 @@ BLOCK = "must be two positive integers. Qwen's FP8 checkpoints say [128, 128]."
         *(
             ({**GPTQ, "bits": bits}, f"quantization_config.bits = {bits!r}: must be one of 2, 3, 4, 8. Check the file.")
             for bits in (0, 1, 5, 16, -4, "4", True, [4])
+        ),
+        (
+            {**COMPRESSED, "config_groups": {}},
+            "quantization_config.config_groups = {}: must be an object of one group. "
+            "Several at once aren't implemented.",
+        ),
+        (
+            compressed(num_bits=3),
+            "quantization_config.config_groups.group_0.weights.num_bits = 3: and type 'int' are no pair that is known "
+            "here. Known: int of 4 or 8, float of 4 or 8.",
+        ),
+        (
+            compressed(strategy="token"),
+            "quantization_config.config_groups.group_0.weights.strategy = 'token': must be tensor, channel, group, "
+            "block or tensor_group. Check the file.",
+        ),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": False},
+            "quantization_config.load_in_4bit = False: is off, and so is load_in_8bit. Check the file.",
         ),
         ({"quant_method": "gptq"}, "quantization_config.bits: is null, but must be one of 2, 3, 4, 8. Check the file."),
         *(
