@@ -328,7 +328,7 @@ def _dense(source: _Source, skipped: list[Skipped]) -> list[Table]:
     # Bytes a token: the layer norm adds the residual, so it reads and writes two rows.
     moved = {
         "layernorm": ("norm", 8 * hidden),
-        "final_layernorm": ("norm", 8 * hidden),
+        "final_layernorm": ("final_norm", 8 * hidden),
         "act_fn": ("act", 6 * width),
         "rotary_emb": ("rope", 4 * (heads + kv_heads) * head_dim),
         "embedding": ("gather", 4 * hidden),

@@ -33,6 +33,7 @@ _OVERLAP: Final = "share of a partly filled last wave's idle time that isn't pai
 _HALF_TILE: Final = "elements of an output tile that reaches half of compute_fraction"
 _L2_SHARE: Final = "share of L2 that keeps what the last kernel or call left there"
 _L2_SPEED: Final = "reading from L2 against reading from memory"
+_MOVING: Final = "exponent of the smooth maximum of launch and movement"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class GemmEfficiency:
     sm_store_bytes_per_s: float = constant("B/s", 1e9, 1e12, _STORE)
     split_s: float = constant("s", 1e-8, 1e-5, "the second kernel that adds the parts of a split k")
     split_bytes_per_s: float = constant("B/s", 2e11, 2e13, "rate at which the parts of a split k go through L2")
-    memory_fraction: float = constant("1", 0.4, 1.0, _MEMORY)
+    memory_fraction: float = constant("1", 0.4, 1.0, _MEMORY + ", up to 16 rows")
+    wide_memory_fraction: float = constant("1", 0.4, 1.0, _MEMORY + ", above 16 rows")
     sharpness: float = constant("1", 1.0, 12.0, _SHARPNESS)
     wave_overlap: float = constant("1", 1e-3, 0.95, _OVERLAP)
     vector_launch_s: float = constant("s", 5e-7, 8e-6, "launch of the kernel for a single row")
@@ -140,18 +142,29 @@ class AllreduceEfficiency:
 class ElementwiseEfficiency:
     """Kernels that move bytes: what the kernel before wrote is read from L2 as far as it fits."""
 
-    sharpness: float = constant("1", 0.7, 12.0, "exponent of the smooth maximum of launch and movement")
-    l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
     norm_launch_s: float = constant("s", 5e-7, 8e-6, _LAUNCH)
+    norm_sharpness: float = constant("1", 0.7, 12.0, _MOVING)
+    norm_l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
     norm_l2_speed: float = constant("1", 1.0, 8.0, _L2_SPEED)
+    final_norm_launch_s: float = constant("s", 5e-7, 8e-6, _LAUNCH)
+    final_norm_sharpness: float = constant("1", 0.7, 12.0, _MOVING)
+    final_norm_l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
+    final_norm_l2_speed: float = constant("1", 1.0, 8.0, _L2_SPEED)
     act_launch_s: float = constant("s", 5e-7, 8e-6, _LAUNCH)
+    act_sharpness: float = constant("1", 0.7, 12.0, _MOVING)
+    act_l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
     act_l2_speed: float = constant("1", 1.0, 8.0, _L2_SPEED)
     rope_launch_s: float = constant("s", 5e-7, 8e-6, _LAUNCH)
+    rope_sharpness: float = constant("1", 0.7, 12.0, _MOVING)
+    rope_l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
     rope_l2_speed: float = constant("1", 1.0, 8.0, _L2_SPEED)
     gather_launch_s: float = constant("s", 5e-7, 8e-6, _LAUNCH)
+    gather_sharpness: float = constant("1", 0.7, 12.0, _MOVING)
+    gather_l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
     gather_l2_speed: float = constant("1", 1.0, 8.0, _L2_SPEED)
     sampler_launch_s: float = constant("s", 1e-6, 1e-4, "all kernels of the sampler")
     sampler_passes: float = constant("1", 0.5, 20.0, "times that the float32 logits are read or written")
+    sampler_l2_share: float = constant("1", 0.2, 4.0, _L2_SHARE)
     sampler_l2_speed: float = constant("1", 1.0, 8.0, _L2_SPEED)
 
 

@@ -42,6 +42,7 @@ _TILES: Final = (
 _SPLITS: Final = (1, 2, 4, 8, 16, 32)
 _SPLIT_WAVES: Final = 4  # k isn't split further once its parts fill the SMs this often
 _NEVER_S: Final = 1e9
+_NARROW_ROWS: Final = 16  # of the least matrix instruction
 _VECTOR_COLUMNS: Final = 8  # of one thread block of the kernel for a single row
 _FLOAT8_NARROW: Final = 1280  # columns up to which the float8 kernel takes its narrowest tile
 _MOE_ROWS: Final = (16, 32, 64, 128)
@@ -113,7 +114,8 @@ def _bandwidth(chip: Hardware) -> float:
 def _gemm_s(m: Any, n: Any, k: Any, chip: Hardware, eff: GemmEfficiency, weight_bits: float, dtype: str) -> Any:
     sms, sm_rate = _sms(chip), peak_flops_per_s(chip, dtype) / _sms(chip)
     weight = weight_bits / 8
-    memory = (n * k * weight + (m * k + m * n) * 2.0) / (_bandwidth(chip) * eff.memory_fraction)
+    fraction = choose(m <= _NARROW_ROWS, eff.memory_fraction, eff.wide_memory_fraction)
+    memory = (n * k * weight + (m * k + m * n) * 2.0) / (_bandwidth(chip) * fraction)
     best: Any = None
     for rows, columns in _TILES:
         area = rows * columns
@@ -263,22 +265,24 @@ def allreduce_s(num_bytes: Any, devices: int, *, chip: Hardware, eff: Efficiency
 
 
 def elementwise_s(num_bytes: Any, *, chip: Hardware, eff: Efficiency, kind: str = "norm", resident: bool = True) -> Any:
-    """Seconds of a kernel that reads and writes num_bytes of activations in all; kind norm, act, rope or gather.
+    """Seconds of a kernel that reads and writes num_bytes of activations in all.
 
-    resident: what the kernel before wrote is read from L2 as far as it fits, as between the ops of a layer.
+    kind: norm (with the residual added), final_norm, act, rope or gather. resident: what the kernel before wrote is
+    read from L2 as far as it fits, as between the ops of a layer.
     """
-    group = eff.elementwise
-    launch, speed = getattr(group, f"{kind}_launch_s"), getattr(group, f"{kind}_l2_speed")
-    return soft_most(_moved_s(num_bytes, speed if resident else 1.0, chip, eff), launch, group.sharpness)
+    launch, sharpness, share, speed = (
+        getattr(eff.elementwise, f"{kind}_{name}") for name in ("launch_s", "sharpness", "l2_share", "l2_speed")
+    )
+    return soft_most(_moved_s(num_bytes, share, speed if resident else 1.0, chip), launch, sharpness)
 
 
-def _moved_s(num_bytes: Any, l2_speed: float, chip: Hardware, eff: Efficiency) -> Any:
-    near = _hit(num_bytes, _l2_bytes(chip) * eff.elementwise.l2_share, 2.0)
+def _moved_s(num_bytes: Any, l2_share: float, l2_speed: float, chip: Hardware) -> Any:
+    near = _hit(num_bytes, _l2_bytes(chip) * l2_share, 2.0)
     return num_bytes * (1 - near * (1 - 1 / l2_speed)) / _bandwidth(chip)
 
 
 def sampler_s(sequences: Any, vocabulary: Any, *, chip: Hardware, eff: Efficiency) -> Any:
     """Seconds of picking a token for each sequence from logits over the vocabulary; greedy or plain random sampling."""
     group = eff.elementwise
-    logits = sequences * vocabulary * 4.0
-    return group.sampler_launch_s + group.sampler_passes * _moved_s(logits, group.sampler_l2_speed, chip, eff)
+    moved = _moved_s(sequences * vocabulary * 4.0, group.sampler_l2_share, group.sampler_l2_speed, chip)
+    return group.sampler_launch_s + group.sampler_passes * moved
