@@ -15,6 +15,7 @@ from roofline.memory import BLOCK_TOKENS, peak_activation_bytes
 from roofline.vllm_memory import LATEST, EngineSettings, engine_memory, parse_version
 from roofline.weight_schemes import stored_weight_bytes
 
+_QWEN3_TABLES = "getting_started/speed_benchmark"
 _LOGIT_BYTES = 4 + 2  # float32 logits beside those in the weights' type
 
 
@@ -60,10 +61,11 @@ def _pool(case: MemoryCase) -> Scored:
 
 
 def _peak(case: MemoryCase) -> Scored:
-    """Peak allocation of transformers: weights, the cache of all tokens, and the widest activations of the prompt.
+    """Peak allocation of transformers: weights and, at most, the prompt's activations or the cache of all tokens.
 
-    AWQ and FP8 checkpoints of models with tied embeddings hold the output head apart, GPTQ ones don't. Old releases
-    made float32 logits of every prompt token. Leaves out the engine's other buffers.
+    AWQ and FP8 checkpoints of models with tied embeddings hold the output head apart while they load, GPTQ ones don't.
+    Old releases made float32 logits of every prompt token. The Qwen3 tables print weights and cache, whatever the
+    prompt: its activations aren't in them. Leaves out the engine's other buffers.
     """
     config = case.config
     if case.engine != "transformers" or "nvidia-smi" in case.note:
@@ -71,11 +73,12 @@ def _peak(case: MemoryCase) -> Scored:
         raise InputError("mem_gb", case.measured, problem, "Score kv_tokens or weights_gib instead")
     if case.output_len is None:
         raise InputError("output_len", None, "is not stated", "The cache depends on it")
-    prompt = case.input_len or 1
-    cache = case.batch * (prompt + case.output_len) * count_kv_bytes_per_token(config, case.kv_dtype or "bfloat16")
-    is_apart = config.tie_word_embeddings and is_quantized(case) and "gptq" not in case.weights.lower()
-    untied = 2 * config.vocab_size * config.hidden_size if is_apart else 0
+    prompt, per_token = case.input_len or 1, count_kv_bytes_per_token(config, case.kv_dtype or "bfloat16")
     logits = case.batch * prompt * config.vocab_size * _LOGIT_BYTES if "fp32 logits" in case.note else 0
-    widest = max(logits, peak_activation_bytes(config, case.batch * prompt))
-    total = _weight_bytes(case) * case.pp + untied + cache + widest
+    widest = 0 if _QWEN3_TABLES in case.source else max(logits, peak_activation_bytes(config, case.batch * prompt))
+    is_apart = config.tie_word_embeddings and is_quantized(case) and "gptq" not in case.weights.lower()
+    loading = 2 * config.vocab_size * config.hidden_size if is_apart else 0
+    at_prompt = case.batch * prompt * per_token + widest
+    at_end = case.batch * (prompt + case.output_len) * per_token
+    total = _weight_bytes(case) * case.pp + max(loading, at_prompt, at_end)
     return Scored(case.id, case, total / 2**30, provenance="weights and cache exact, the widest activations estimated")

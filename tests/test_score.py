@@ -134,6 +134,34 @@ def test_a_case_that_is_not_predicted_is_skipped_with_the_reason(bench: Modules,
     assert (row.skipped, row.error, row.measured) == ("no profile", None, 84.28)
 
 
+def test_sizes_are_weights_cache_and_activations(bench: Modules, write: Write) -> None:
+    """Qwen2.5-7B: 15,231,233,024 bytes of weights, 57,344 of cache a token; a block's widest activations 135,168."""
+    row = {"framework": "transformers", "metric": "mem_gb", "input_len": "6144", "value": "16"}
+    tables = {"source": "QwenLM/Qwen3 docs/source/getting_started/speed_benchmark.md"}
+    old = {"note": "includes full-prompt fp32 logits"}
+    two = {"metric": "weights_gib", "tp": "2", "n_gpus": "2", "framework": "vLLM"}
+    peak, without, logits, half = scored(bench, write(row, {**row, **tables}, {**row, **old}, {**row, **two}), times(1))
+    weights, cache = 15_231_233_024, 57_344
+    assert peak.predicted * 2**30 == pytest.approx(weights + 6144 * (cache + 135_168))
+    assert without.predicted * 2**30 == pytest.approx(weights + (6144 + 2048) * cache)
+    assert logits.predicted * 2**30 == pytest.approx(weights + 6144 * (cache + 152_064 * 6))
+    assert half.predicted * 2**30 == pytest.approx(weights / 2, rel=1e-4)  # norms are on both
+
+
+def test_a_size_that_no_rule_gives_is_skipped(bench: Modules, write: Write) -> None:
+    rows = [
+        {"metric": "mem_gb", "value": "21"},
+        {"metric": "kv_tokens", "value": "90000", "framework": "SGLang"},
+        {"metric": "kv_gib", "value": "3", "gpu": "NVIDIA RTX 3080"},
+    ]
+    assert [row.skipped for row in scored(bench, write(*rows), times(1))] == [
+        "mem_gb = 21.0: is what the engine was told to take, or the card's whole use. "
+        "Score kv_tokens or weights_gib instead",
+        "kv_tokens = 90000.0: sglang has no memory rules here. vLLM's are known",
+        "kv_gib = 3.0: no pool is predicted: it wouldn't start. Check the settings",
+    ]
+
+
 def test_the_command_prints_one_object(write: Write, tmp_path: Path) -> None:
     first = write({}, {"framework": "abacus"}, {"metric": "weights_gib", "value": "14.2"})
     second = write({"gpu": "Apple M2"}, name="second.csv")
