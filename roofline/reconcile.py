@@ -34,6 +34,7 @@ WEIGHT_TOLERANCE = 0.03  # engines add tables, pad, and lay quantised weights ou
 _KV_DTYPES = {"auto": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 _STEPS = (2048, 4096, 8192, 16384, 32768)  # tokens, vLLM's defaults among them
 _STEP_TOLERANCE = 0.04
+_RANKS_DIFFER = 0.2  # of a pool, between the ranks of one engine
 _IDENTITY = "arithmetic on the log's own lines"
 
 
@@ -62,10 +63,11 @@ def run_of_log(
     chunk: int | None = None,
 ) -> EngineRun:
     """How the engine of a log was started; options go before what the log says, defaults of the version last."""
-    text = log.texts.get("version", "")
+    pp = log.whole("pp") or 1
+    text, devices = log.texts.get("version", ""), tp or log.whole("tp") or max(1, log.least_ranks // pp)
     version = parse_version(text) or LATEST
     runner = log.texts.get("runner", "").upper() or None
-    tokens = chunk or log.whole("max_num_batched_tokens") or step_tokens_of(config, log, tp or log.whole("tp") or 1)
+    tokens = chunk or log.whole("max_num_batched_tokens") or step_tokens_of(config, log, devices)
     settings = EngineSettings(
         version=version,
         usage=usage,
@@ -79,8 +81,8 @@ def run_of_log(
     return EngineRun(
         version=version,
         version_text=text,
-        tp=tp or log.whole("tp") or 1,
-        pp=log.whole("pp") or 1,
+        tp=devices,
+        pp=pp,
         kv_dtype=kv_dtype or _KV_DTYPES.get(stated, "bfloat16"),
         weights=_weights(config, log, weights),
         max_model_len=log.whole("max_model_len") or log.whole("concurrency_len") or config.context_length,
@@ -339,10 +341,10 @@ class _Account:
             slack = (pool.step / 2 + BLOCK_TOKENS * self.per_token) / max(pool.value, 1)
             engine = pool.value / count
             cause = self._per_token_cause(engine / self.per_token, slack)
-            # All ranks take the blocks of the one with least memory, whose pool may not be in the log.
-            kind = "exact"
-            if engine > self.per_token * (1 + slack) and self._ranks_are_missing():
-                kind, cause = "estimate", "a rank whose pool isn't in the log has less memory and sets the tokens"
+            # Ranks have unlike pools, and the one that the tokens are of may not be in the log.
+            kind, off = "exact", abs(engine / self.per_token - 1)
+            if slack < off <= _RANKS_DIFFER and self._ranks_are_missing():
+                kind, cause = "estimate", "the tokens are of a rank whose pool isn't in the log"
             source = f"{self.run.kv_dtype} keys and values of {self.config.num_hidden_layers // self.run.pp} layers"
             yield Finding("KV bytes a token", "B/token", engine, self.per_token, cause, source, kind, slack)
             ours = kv_tokens(pool.value, int(self.per_token))

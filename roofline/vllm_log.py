@@ -201,6 +201,15 @@ class StartupLog:
         return tuple(sorted(found - {""}))
 
     @property
+    def least_ranks(self) -> int:
+        """Devices of one engine as far as the ranks' names tell it: up to the highest, and to a power of two."""
+        found = (
+            re.match(r"TP(\d+)|rank (\d+)", rank) for readings in self.readings.values() for *_, rank, _ in readings
+        )
+        highest = max((int(match[1] or match[2]) for match in found if match), default=0)
+        return int(2 ** highest.bit_length())
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """In words, what a full account needs and this log doesn't say."""
         told = set(self.readings) | ({"kv_tokens"} if "gpu_blocks" in self.readings else set())

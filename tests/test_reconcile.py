@@ -144,7 +144,7 @@ def test_what_does_not_hold_is_exit_status_1(options: str, wrong: list[str]) -> 
         ("Available KV cache memory: 4.64 GiB\nGPU KV cache size: 80,000 tokens", "Qwen2.5-7B", "KV bytes a token",
          "1.086 of ours: another model, or tokens that don't go with this pool"),
         ("tensor_parallel_size=2\nAvailable KV cache memory: 4.64 GiB\nGPU KV cache size: 160,000 tokens", "Qwen2.5-7B",
-         "KV bytes a token", "a rank whose pool isn't in the log has less memory and sets the tokens"),
+         "KV bytes a token", "the tokens are of a rank whose pool isn't in the log"),
         ("Available KV cache memory: 5 GiB\n1.04 GiB for peak activation", "Qwen2.5-7B", "activations",
          "as much as a step of 8,262 tokens, or 29 B a logit of 256 sequences"),
     ],

@@ -92,6 +92,8 @@ def test_ranks_are_told_apart() -> None:
     assert log.value("weight_bytes") == 30.61 * GIB
     assert log.value("kv_pool_bytes") == 8.22 * GIB
     assert log.readings["kv_tokens"][0].rank == "DP1"
+    assert log.least_ranks == 4
+    assert load_startup_log(LOGS / "seed-0.26.log").least_ranks == 1
     assert log.conflicts == ()
 
 
