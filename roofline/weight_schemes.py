@@ -247,10 +247,19 @@ def _bits_of(config: ModelConfig, weight: Weight, scheme: WeightScheme) -> int:
     packed = scheme.linear.matrix_bits(shape[0], shape[1])
     if not scheme.kept:
         return packed * copies * layers_with_it
-    kept = is_kept(scheme.kept)
-    modules = [name for layer in weight_layers(config, weight) for name in module_names(config, weight, layer)]
-    left = sum(map(kept, modules))
-    return packed * (len(modules) - left) + plain // copies * left
+    left = _count_kept(config, weight, scheme.kept)
+    return packed * (copies * layers_with_it - left) + plain // copies * left
+
+
+def _count_kept(config: ModelConfig, weight: Weight, names: tuple[str, ...]) -> int:
+    """How many of a weight's modules keep their precision."""
+    kept = is_kept(names)
+    if not any("experts" in name or "*" in name or name[:1].isdigit() or name.startswith("re:") for name in names):
+        # No name tells one expert from another: the first stands for all.
+        copies = config.num_experts if "{expert}" in weight.key else 1
+        firsts = (next(module_names(config, weight, layer)) for layer in weight_layers(config, weight))
+        return copies * sum(map(kept, firsts))
+    return sum(kept(name) for layer in weight_layers(config, weight) for name in module_names(config, weight, layer))
 
 
 def bits_per_weight(config: ModelConfig, scheme: WeightScheme) -> dict[str, Fraction]:
