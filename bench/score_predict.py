@@ -36,7 +36,7 @@ def predict_rows(rows: Rows, predict: Predict = predict_case) -> list[Scored]:
 
 
 def predict_row(asked: Asked, predict: Predict = predict_case) -> Scored:
-    """One row's prediction in its own unit."""
+    """One row's prediction in its own unit, or the reason why it has none: one bad row doesn't stop the rest."""
     try:
         if isinstance(asked, Case):
             return _time(asked, predict)
@@ -45,6 +45,8 @@ def predict_row(asked: Asked, predict: Predict = predict_case) -> Scored:
         return predict_memory(asked)
     except InputError as problem:
         return Scored(asked.id, asked, skipped=str(problem))
+    except (ValueError, ArithmeticError, LookupError) as problem:
+        return Scored(asked.id, asked, skipped=f"the prediction failed: {type(problem).__name__}: {problem}")
 
 
 def _time(case: Case, predict: Predict) -> Scored:

@@ -134,6 +134,15 @@ def test_a_case_that_is_not_predicted_is_skipped_with_the_reason(bench: Modules,
     assert (row.skipped, row.error, row.measured) == ("no profile", None, 84.28)
 
 
+def test_a_prediction_that_fails_is_told_and_the_rest_scored(bench: Modules, write: Write) -> None:
+    def fails(case: Case) -> CasePrediction:
+        return times(1 / 0 if case.id == "r1" else 1.1)(case)
+
+    first, second = scored(bench, write({}, {}), fails)
+    assert first.skipped == "the prediction failed: ZeroDivisionError: division by zero"
+    assert second.error == pytest.approx(0.1)
+
+
 def test_sizes_are_weights_cache_and_activations(bench: Modules, write: Write) -> None:
     """Qwen2.5-7B: 15,231,233,024 bytes of weights, 57,344 of cache a token; a block's widest activations 135,168."""
     row = {"framework": "transformers", "metric": "mem_gb", "input_len": "6144", "value": "16"}
