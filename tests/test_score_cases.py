@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from score_rows import HEADER, USUAL, Modules, load_bench, write_rows
 
 from qwenjax.errors import InputError
@@ -409,6 +411,22 @@ def test_sizes_of_one_log_share_its_settings(bench: Modules, write: Write) -> No
     sizes = bench["cases"].read_rows(write(stated, silent)).memories
     assert [size.notes.gpu_memory_utilization for size in sizes] == [0.8, 0.8]
     assert [size.notes.max_model_len for size in sizes] == [4096, 4096]
+
+
+CELLS = st.sampled_from(
+    ["", "0", "-1", "1e400", "nan", "inf", "8-16", "1,024", "~5", "None", "x" * 300, "../..", '"', "(", "\u00bd", " 3 ",
+     "Qwen/Qwen2.5-7B", "GEMM M=8 N=8 K=8", "decode attention", "vLLM", "NVIDIA H100", "16", "131072", "kv_gib", "B"]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.dictionaries(st.sampled_from(HEADER), CELLS, max_size=5), min_size=1, max_size=4))
+def test_whatever_stands_in_a_cell_is_read_or_refused(
+    bench: Modules, write: Write, changed: list[dict[str, str]]
+) -> None:
+    rows = bench["cases"].read_rows(write(*changed))
+    assert len(rows.cases) + len(rows.kernels) + len(rows.memories) + len(rows.skipped) == len(changed)
+    assert all(left.reason for left in rows.skipped)
 
 
 def test_every_published_row_is_a_question_or_has_a_reason(bench: Modules, shared: Path) -> None:
