@@ -256,6 +256,11 @@ def test_commands_that_run_a_model_refuse_them(base: Json, tmp_path: Path) -> No
         assert (result.status, result.stderr.splitlines()[-1]) == (2, message(base["model_type"]))
 
 
+def test_a_known_name_is_refused_before_anything_is_downloaded() -> None:
+    result = run("qwenjax generate meta-llama/Llama-3.1-8B --prompt x")
+    assert (result.status, result.stderr) == (2, message("llama") + "\n")
+
+
 # The common sizes
 
 PUBLISHED = {

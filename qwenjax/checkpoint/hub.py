@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from qwenjax.config import ModelConfig, check_architecture
 from qwenjax.errors import InputError
 from qwenjax.known_models import known_model_names
 
@@ -28,6 +29,7 @@ def _hub_id(text: str) -> str:
     names = known_model_names(runnable=False)
     known = {spelling.lower(): name for name in names for spelling in (name, name.rpartition("/")[2])}
     if text.lower() in known:
+        check_architecture(ModelConfig.from_hf(text))  # before gigabytes are downloaded
         return known[text.lower()]
     if text.startswith((".", "/", "~")) or not _ID.fullmatch(text):
         remedy = "Name a checkpoint folder, or a model of the hub as owner/name."
