@@ -10,8 +10,9 @@ from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from roofline.cli_options import JsonOption, KvDtypeOption, MaybeHardwareOption, ModelArgument, maybe_whole_number
+from roofline.engine_run import EngineRun, run_of_log
 from roofline.hardware import load_hardware
-from roofline.reconcile import EngineRun, reconcile_log, run_of_log
+from roofline.reconcile import account_of_log
 from roofline.reconcile_counters import reconcile_counters
 from roofline.report.reconcile import reconcile_record, reconcile_text
 from roofline.vllm_log import StartupLog, load_startup_log
@@ -89,7 +90,7 @@ def reconcile(
             max_model_len=run.max_model_len if run else None,
         )
         counters = delta, report
-    found = (*read, reconcile_log(config, *read, chip)) if read else None
+    found = (*read, account_of_log(config, *read, chip)) if read else None
     record = reconcile_record(config, chip, found, counters)
     show(record, reconcile_text, as_json)
     if not record["agrees"]:

@@ -122,7 +122,6 @@ def _plan(
     pool = max(0, budget - resident) if kv_pool_bytes is None else kv_pool_bytes
     per_token = count_kv_bytes_per_token(config, kv_dtype, mesh)
     tokens = kv_tokens(pool, per_token)
-    overhead_source = "; ".join(f"{term.name}: {term.source}" if needs.engine else term.source for term in rest)
     return MemoryPlan(
         capacity,
         budget,
@@ -135,28 +134,39 @@ def _plan(
         length,
         tokens / length,
         fits=tokens >= length and weights.num_bytes + activations.num_bytes <= capacity,
-        sources={
-            "capacity_bytes": hardware.usable_memory_source,
-            "budget_bytes": f"capacity x gpu_memory_utilization {needs.gpu_memory_utilization:g}",
-            "weight_bytes": f"exact: {weights.source}",
-            "activation_bytes": f"{'exact' if needs.engine else 'estimate'}: {activations.source}"
-            if activations.kind == "exact"
-            else f"fitted: {activations.source}",
-            "overhead_bytes": overhead_source if overhead_bytes is None else "given",
-            "kv_pool_bytes": "budget - weights - activations - overhead"
-            if kv_pool_bytes is None
-            else "given (measured)",
-            "kv_bytes_per_token": f"exact: {kv_dtype} keys and values of all layers",
-            "kv_tokens": f"pool in whole blocks of {BLOCK_TOKENS} tokens",
-            "concurrency_at_max_len": f"kv_tokens / {length}",
-            "max_num_batched_tokens": needs.tokens_source,
-        },
+        sources=_sources(hardware, needs, rest, kv_dtype, length, kv_pool_bytes is None, overhead_bytes is None),
         gpu_memory_utilization=needs.gpu_memory_utilization,
         max_num_batched_tokens=needs.max_num_batched_tokens,
         max_num_seqs=needs.max_num_seqs or None,
         engine=needs.engine or None,
         terms={term.name: term for term in needs.terms} if needs.engine else {},
     )
+
+
+def _sources(
+    hardware: Hardware,
+    needs: EngineMemory,
+    rest: list[MemoryTerm],
+    kv_dtype: str,
+    length: int,
+    pool_estimated: bool,
+    overhead_estimated: bool,
+) -> dict[str, str]:
+    activations = needs.term("activations")
+    kind = "estimate" if not needs.engine else activations.kind
+    overhead = "; ".join(f"{term.name}: {term.source}" if needs.engine else term.source for term in rest)
+    return {
+        "capacity_bytes": hardware.usable_memory_source,
+        "budget_bytes": f"capacity x gpu_memory_utilization {needs.gpu_memory_utilization:g}",
+        "weight_bytes": f"exact: {needs.term('weights').source}",
+        "activation_bytes": f"{kind}: {activations.source}",
+        "overhead_bytes": overhead if overhead_estimated else "given",
+        "kv_pool_bytes": "budget - weights - activations - overhead" if pool_estimated else "given (measured)",
+        "kv_bytes_per_token": f"exact: {kv_dtype} keys and values of all layers",
+        "kv_tokens": f"pool in whole blocks of {BLOCK_TOKENS} tokens",
+        "concurrency_at_max_len": f"kv_tokens / {length}",
+        "max_num_batched_tokens": needs.tokens_source,
+    }
 
 
 def kv_tokens(pool_bytes: float, bytes_per_token: int) -> int:

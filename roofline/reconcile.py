@@ -8,116 +8,28 @@ predicted by the rules of the version (activations, memory outside PyTorch, the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import isclose
 
 from qwenjax.config import ModelConfig
-from qwenjax.errors import InputError
 from qwenjax.sharding import Mesh, check_mesh
 from roofline.count import DtypePolicy, count_kv_bytes_per_token, count_weight_bytes
+from roofline.engine_run import EngineRun
 from roofline.findings import Finding
 from roofline.hardware import Hardware
 from roofline.memory import BLOCK_TOKENS, kv_tokens, memory_of_one_log
 from roofline.vllm_log import GIB, Reading, StartupLog
-from roofline.vllm_memory import (
-    LATEST,
-    EngineMemory,
-    EngineSettings,
-    Usage,
-    engine_memory,
-    forward_bytes,
-    parse_version,
-)
-from roofline.weight_schemes import WeightScheme, scheme_of, stored_weight_bytes
+from roofline.vllm_memory import EngineMemory, engine_memory, forward_bytes
+from roofline.weight_schemes import stored_weight_bytes
 
 WEIGHT_TOLERANCE = 0.03  # engines add tables, pad, and lay quantised weights out anew
-_KV_DTYPES = {"auto": "bfloat16", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-_STEPS = (2048, 4096, 8192, 16384, 32768)  # tokens, vLLM's defaults among them
-_STEP_TOLERANCE = 0.04
 _RANKS_DIFFER = 0.2  # of a pool, between the ranks of one engine
 _IDENTITY = "arithmetic on the log's own lines"
 
 
-@dataclass(frozen=True)
-class EngineRun:
-    """What ran, as the options say and else as the log does."""
-
-    version: tuple[int, ...]
-    version_text: str
-    tp: int
-    pp: int
-    kv_dtype: str
-    weights: WeightScheme | None
-    max_model_len: int
-    settings: EngineSettings
-
-
-def run_of_log(
-    config: ModelConfig,
-    log: StartupLog,
-    *,
-    tp: int | None = None,
-    kv_dtype: str | None = None,
-    weights: WeightScheme | str | None = None,
-    usage: Usage = "server",
-    chunk: int | None = None,
-) -> EngineRun:
-    """How the engine of a log was started; options go before what the log says, defaults of the version last."""
-    pp = log.whole("pp") or 1
-    text, devices = log.texts.get("version", ""), tp or log.whole("tp") or max(1, log.least_ranks // pp)
-    version = parse_version(text) or LATEST
-    runner = log.texts.get("runner", "").upper() or None
-    tokens = chunk or log.whole("max_num_batched_tokens") or step_tokens_of(config, log, devices)
-    settings = EngineSettings(
-        version=version,
-        usage=usage,
-        gpu_memory_utilization=log.value("gpu_memory_utilization"),
-        max_num_batched_tokens=tokens,
-        max_num_seqs=log.whole("max_num_seqs"),
-        enforce_eager=log.texts.get("enforce_eager", "").lower() == "true",
-        runner=runner,
-    )
-    stated = log.texts.get("kv_cache_dtype", "auto")
-    return EngineRun(
-        version=version,
-        version_text=text,
-        tp=devices,
-        pp=pp,
-        kv_dtype=kv_dtype or _KV_DTYPES.get(stated, "bfloat16"),
-        weights=_weights(config, log, weights),
-        max_model_len=log.whole("max_model_len") or log.whole("concurrency_len") or config.context_length,
-        settings=settings,
-    )
-
-
-def step_tokens_of(config: ModelConfig, log: StartupLog, tp: int) -> int | None:
-    """The tokens of the profiled step, where the log's activations are those of one of vLLM's defaults; else None."""
-    activations = log.value("activation_bytes")
-    if activations is None:
-        return None
-    one = forward_bytes(config, 1, "bfloat16", check_mesh(config, Mesh(tp)))
-    matching = [tokens for tokens in _STEPS if isclose(tokens * one, activations, rel_tol=_STEP_TOLERANCE)]
-    return matching[0] if len(matching) == 1 else None
-
-
-def _weights(config: ModelConfig, log: StartupLog, given: WeightScheme | str | None) -> WeightScheme | None:
-    if given is not None:
-        return scheme_of(given) if isinstance(given, str) else given
-    if config.quantization is not None:
-        return scheme_of(config.quantization)
-    stated = log.texts.get("quantization", "None")
-    if stated.lower() in ("none", "null"):
-        return None
-    try:
-        return scheme_of(stated)
-    except InputError:  # a method that isn't known here: the weights' row then shows the difference
-        return None
-
-
-def reconcile_log(
+def account_of_log(
     config: ModelConfig, log: StartupLog, run: EngineRun, hardware: Hardware | None = None
-) -> tuple[Finding, ...]:
-    """Findings of every term that the log says or that can be set beside it; sizes in bytes, per device."""
+) -> LogAccount:
+    """The log's memory beside our plan of the device, by the rules of its version where the device is given."""
     mesh = check_mesh(config, Mesh(run.tp))
     needs = None
     if hardware is not None and run.version_text:
@@ -127,17 +39,11 @@ def reconcile_log(
         )
     elif hardware is not None:
         needs = memory_of_one_log(config, run.settings, DtypePolicy(), run.weights, mesh)
-    account = _Account(config, log, run, mesh, hardware, needs)
-    return tuple(
-        finding
-        for part in (account.budget, account.parts, account.pool, account.cache)
-        for finding in part()
-        if finding.engine is not None
-    )
+    return LogAccount(config, log, run, mesh, hardware, needs)
 
 
-class _Account:
-    """The rows of one log: methods yield them in the order of the budget."""
+class LogAccount:
+    """One log's memory: `findings` beside ours, in the order of the budget, and the terms that they are made of."""
 
     def __init__(
         self,
@@ -157,6 +63,11 @@ class _Account:
         self.weights = (
             stored_weight_bytes(config, run.weights, mesh) if run.weights else count_weight_bytes(config, mesh=mesh)
         ) // run.pp
+
+    def findings(self) -> tuple[Finding, ...]:
+        """Every term that the log says or that can be set beside it; sizes in bytes, per device."""
+        rows = (row for part in (self.budget, self.parts, self.pool, self.cache) for row in part())
+        return tuple(row for row in rows if row.engine is not None)
 
     def budget(self) -> Iterator[Finding]:
         total = self.log.get("total_bytes")
@@ -183,7 +94,7 @@ class _Account:
         printed = self.log.get("budget_bytes")
         if printed is not None:
             return printed, "printed"
-        parts = self._own_parts()
+        parts = self.own_parts()
         pool = self.log.get("kv_pool_bytes")
         if pool is None or parts is None:
             return None
@@ -192,7 +103,7 @@ class _Account:
         words = " + ".join([f"{part.value / GIB:.2f} {name}" for name, part in parts.items()])
         return Reading(value, step, 0, "", 0), f"{words} + {pool.value / GIB:.2f} KV pool, GiB"
 
-    def _own_parts(self) -> dict[str, Reading] | None:
+    def own_parts(self) -> dict[str, Reading] | None:
         """What the engine says it took out of its budget, without graphs; None where a part is missing."""
         log = self.log
         consumed, weights, other = log.get("consumed_bytes"), log.get("weight_bytes"), log.get("non_torch_bytes")
@@ -219,7 +130,7 @@ class _Account:
             cause = self._weight_cause(weights.value)
             tolerance = WEIGHT_TOLERANCE
             yield Finding("weights", "B", weights.value, self.weights, cause, source, "exact", tolerance)
-        ours = self._term("non-torch")
+        ours = self.term("non-torch")
         if consumed is not None:
             rest = consumed.value - self.weights
             both = None if ours is None else self.weights + ours
@@ -247,7 +158,7 @@ class _Account:
         return "depends on driver, libraries and links; ours is what other logs of such devices say"
 
     def _activation_row(self, activations: Reading) -> Finding:
-        ours = self._term("activations")
+        ours = self.term("activations")
         one = forward_bytes(self.config, 1, "bfloat16", self.mesh)
         tokens = activations.value / one
         logits = 256 * self.config.vocab_size
@@ -265,17 +176,17 @@ class _Account:
 
     def _graph_rows(self) -> Iterator[Finding]:
         actual, estimated = self.log.get("graph_bytes"), self.log.get("graph_estimate_bytes")
-        outside = "outside the budget" if self._graphs_outside() else "in the budget by the estimate before capture"
+        outside = "outside the budget" if self.graphs_outside() else "in the budget by the estimate before capture"
         if estimated is not None:
-            ours = self._term("CUDA graphs")
-            cause = "in the budget" if not self._graphs_outside() else "profiled and not applied"
+            ours = self.term("CUDA graphs")
+            cause = "in the budget" if not self.graphs_outside() else "profiled and not applied"
             yield Finding("CUDA graphs, estimated", "B", estimated.value, ours, cause, self.rules)
         if actual is not None:
             yield Finding("CUDA graphs, captured", "B", actual.value, None, outside, _IDENTITY)
 
-    def _graphs_outside(self) -> bool:
+    def graphs_outside(self) -> bool:
         """Whether the log's own numbers leave graphs out of the budget; by the version's rules where they don't say."""
-        closes = self._closes()
+        closes = self.closes()
         if closes is not None:
             return closes == "without graphs"
         return self.needs is None or not self.needs.term("CUDA graphs").in_budget if self._has_graphs() else True
@@ -283,9 +194,9 @@ class _Account:
     def _has_graphs(self) -> bool:
         return self.needs is not None and any(term.name == "CUDA graphs" for term in self.needs.terms)
 
-    def _closes(self) -> str | None:
+    def closes(self) -> str | None:
         """With or without graphs: what makes budget less parts equal the pool, in how finely they are printed."""
-        pool, parts, graphs = self.log.get("kv_pool_bytes"), self._own_parts(), self._graph_estimate()
+        pool, parts, graphs = self.log.get("kv_pool_bytes"), self.own_parts(), self.graph_estimate()
         printed = self.log.get("budget_bytes")
         budget = printed.value if printed else (self.total or 0) * (self.utilization or 0)
         if pool is None or parts is None or not budget:
@@ -296,18 +207,18 @@ class _Account:
             return "without graphs"
         return "with graphs" if graphs and abs(rest - graphs - pool.value) <= slack else None
 
-    def _graph_estimate(self) -> float | None:
+    def graph_estimate(self) -> float | None:
         return self.log.value("graph_estimate_bytes") or self.log.value("graph_bytes")
 
     def pool(self) -> Iterator[Finding]:
         pool = self.log.get("kv_pool_bytes")
         if pool is None:
             return
-        parts, printed = self._own_parts(), self.log.get("budget_bytes")
+        parts, printed = self.own_parts(), self.log.get("budget_bytes")
         budget = printed.value if printed else (self.total or 0) * (self.utilization or 0)
         if parts is not None and budget:
-            closes = self._closes()
-            graphs = (self._graph_estimate() or 0.0) if closes == "with graphs" else 0.0
+            closes = self.closes()
+            graphs = (self.graph_estimate() or 0.0) if closes == "with graphs" else 0.0
             rest = budget - sum(part.value for part in parts.values()) - graphs
             slack = pool.step + sum(part.step for part in parts.values()) + 0.01 * GIB
             cause = f"budget less its own parts, {closes}" if closes else "its parts don't make up the budget"
@@ -333,7 +244,7 @@ class _Account:
         return f"of the terms in the log, {term} differ most, ours by {named[term] / GIB:+.2f} GiB"
 
     def cache(self) -> Iterator[Finding]:
-        pool, tokens = self.log.get("kv_pool_bytes"), self._tokens_of_log()
+        pool, tokens = self.log.get("kv_pool_bytes"), self.tokens_of_log()
         if tokens is None:
             return
         count, where = tokens
@@ -365,7 +276,7 @@ class _Account:
         ranks = {reading.rank for reading in self.log.readings.get("kv_pool_bytes", ())}
         return len(ranks) < self.run.tp * self.run.pp
 
-    def _tokens_of_log(self) -> tuple[int, str] | None:
+    def tokens_of_log(self) -> tuple[int, str] | None:
         said = self.log.whole("kv_tokens")
         if said is not None:
             return said, "GPU KV cache size"
@@ -388,7 +299,7 @@ class _Account:
             cause = f"{count:,} tokens over {length:,}"
             yield Finding("concurrency", "sequences", said.value, count / length, cause, _IDENTITY, "exact", tolerance)
 
-    def _term(self, name: str) -> float | None:
+    def term(self, name: str) -> float | None:
         """A term of the version's rules, buffers counted with what lies outside PyTorch."""
         if self.needs is None:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cli_run import figures, run, text_of
 from config_base import QWEN2_MOE, QWEN3, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -240,3 +241,29 @@ def test_engines_without_rules(engine: str, text: str) -> None:
     with pytest.raises(InputError) as caught:
         plan(engine=engine)
     assert str(caught.value) == text
+
+
+ENGINE = "roofline memory Qwen2.5-7B-Instruct --hardware rtx-4090 --engine vllm==0.26.0 --max-model-len 8192"
+
+
+def test_the_command_takes_an_engine_and_prints_its_terms() -> None:
+    line = f"{ENGINE} --gpu-memory-utilization 0.9 --max-num-batched-tokens 8192"
+    record = figures(line)
+    assert record["engine"] == "vllm==0.26.0"
+    assert record["kv_tokens"] == 87_088  # the log that says 86,896 is of this version
+    assert list(record["terms"]) == ["weights", "activations", "non-torch", "buffers", "CUDA graphs"]
+    assert {"name", "num_bytes", "in_budget", "kind", "source"} == set(record["terms"]["weights"])
+    text = text_of(line)
+    assert text.splitlines()[0] == (
+        "Qwen2.5-7B-Instruct on rtx-4090 fits: KV pool 4.65 GiB (4.995 GB), 87,088 tokens, "
+        "10.63 sequences of 8,192 tokens"
+    )
+    assert "What vllm==0.26.0 takes" in text
+    offline = figures(f"{ENGINE} --usage offline --enforce-eager --max-num-seqs 9")
+    assert (offline["max_num_batched_tokens"], offline["max_num_seqs"]) == (8192, 9)
+    assert "CUDA graphs" not in offline["terms"]
+
+
+def test_the_command_refuses_engines_it_has_no_rules_for() -> None:
+    told = run("roofline memory Qwen2.5-7B --hardware rtx-4090 --engine sglang")
+    assert told == (2, "", "engine = 'sglang': has no memory rules here. Give vllm==VERSION, such as vllm==0.26.0.\n")

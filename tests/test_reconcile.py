@@ -10,9 +10,11 @@ import pytest
 from cli_run import figures, run, text_of
 
 from qwenjax.config import ModelConfig
+from roofline.engine_run import run_of_log
 from roofline.findings import Finding, all_agree
 from roofline.hardware import load_hardware
-from roofline.reconcile import reconcile_log, run_of_log
+from roofline.log_bill import bill_of_log
+from roofline.reconcile import account_of_log
 from roofline.reconcile_counters import reconcile_counters
 from roofline.vllm_log import GIB, read_startup_log
 from roofline.vllm_metrics import CounterDelta
@@ -40,7 +42,7 @@ def findings_of(
 ) -> dict[str, Finding]:
     config, log = ModelConfig.from_hf(model), read_startup_log(text)
     chip = load_hardware(hardware) if hardware else None
-    found = reconcile_log(config, log, run_of_log(config, log, **options), chip)
+    found = account_of_log(config, log, run_of_log(config, log, **options), chip).findings()
     return {finding.term: finding for finding in found}
 
 
@@ -80,6 +82,38 @@ def test_the_seed_s_log_term_by_term() -> None:
     assert rows["activations"]["cause"].startswith("widest block of a step of 8192 tokens, which the log doesn't state")
     assert (rows["concurrency"]["engine"], round(rows["concurrency"]["ours"], 2)) == (10.61, 10.61)
     assert rows["KV bytes a token"]["ours"] == 57344
+
+
+def test_the_way_from_the_card_to_the_tokens() -> None:
+    """24 GiB by the name, 23.52 as CUDA reports them, a tenth outside, and what the log says is taken (S000-159 on)."""
+    record = figures(f"roofline reconcile Qwen2.5-7B-Instruct {SEED} --hardware rtx-4090")
+    steps = [
+        (row["step"], round(row["change_bytes"] / GIB, 2), round(row["left_bytes"] / GIB, 2)) for row in record["bill"]
+    ]
+    assert steps == [
+        ("memory of the card", 24.0, 24.0),
+        ("kept back from CUDA", -0.48, 23.52),
+        ("outside the utilisation", -2.35, 21.17),
+        ("weights", -14.19, 6.98),
+        ("non-torch", -1.30, 5.68),
+        ("activations", -1.04, 4.64),
+        ("86,896 tokens in 5,431 blocks", 0.0, 4.64),
+    ]
+    assert bill[-1]["left_bytes"] == 86_896 * 57_344
+    assert "From the device's memory to the cache" in text_of(f"roofline reconcile Qwen2.5-7B {SEED}")
+
+
+def test_what_no_term_explains_is_told() -> None:
+    text = """vLLM API server version 0.9.2
+total_gpu_memory (23.52GiB) x gpu_memory_utilization (0.90) = 21.17GiB
+model weights take 14.25GiB; non_torch_memory takes 0.10GiB; PyTorch activation peak memory takes 1.42GiB
+the rest of the memory reserved for KV Cache is 3.40GiB."""
+    config, log = QWEN25_7B, read_startup_log(text)
+    rows = bill_of_log(account_of_log(config, log, run_of_log(config, log)))
+    assert [row.step for row in rows][-1] == "not explained"
+    assert rows[-1].change_bytes / GIB == pytest.approx(-2.0, abs=0.01)
+    unknown = read_startup_log("Available KV cache memory: 1 GiB")
+    assert bill_of_log(account_of_log(config, unknown, run_of_log(config, unknown))) == ()
 
 
 def test_three_lines_are_enough_for_what_they_say() -> None:
@@ -162,7 +196,7 @@ GPU KV cache size: 425,008 tokens"""
     started = run_of_log(config, log)
     assert started.weights is not None
     assert (started.weights.name, started.kv_dtype) == ("awq", "float8_e4m3fn")
-    assert all(finding.agrees is not False for finding in reconcile_log(config, log, started))
+    assert all(finding.agrees is not False for finding in account_of_log(config, log, started).findings())
 
 
 def test_parts_that_do_not_make_up_the_budget() -> None:

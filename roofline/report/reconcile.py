@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from qwenjax.config import ModelConfig
 from qwenjax.tables import Table
 from roofline.findings import Finding, all_agree
+from roofline.log_bill import bill_of_log
 from roofline.report.units import NOTHING, decimal, gib, percent, quantity, whole
 
 if TYPE_CHECKING:
+    from roofline.engine_run import EngineRun
     from roofline.hardware import Hardware
-    from roofline.reconcile import EngineRun
+    from roofline.reconcile import LogAccount
     from roofline.reconcile_counters import CounterReport
     from roofline.vllm_log import Conflict, StartupLog
     from roofline.vllm_metrics import CounterDelta
@@ -21,17 +23,18 @@ if TYPE_CHECKING:
 def reconcile_record(
     config: ModelConfig,
     hardware: Hardware | None,
-    log: tuple[StartupLog, EngineRun, Iterable[Finding]] | None,
+    log: tuple[StartupLog, EngineRun, LogAccount] | None,
     counters: tuple[CounterDelta, CounterReport] | None,
 ) -> dict[str, Any]:
     """Rows {term, unit, engine, ours, delta, delta_fraction, cause, source, kind, tolerance, agrees}, and facts."""
-    findings = (*(log[2] if log else ()), *(counters[1].findings if counters else ()))
+    findings = (*(log[2].findings() if log else ()), *(counters[1].findings if counters else ()))
     return {
         "model": config.name,
         "hardware": hardware.id if hardware else None,
         "agrees": all_agree(findings),
         "log": _log_facts(*log[:2]) if log else None,
         "metrics": _metrics_facts(*counters) if counters else None,
+        "bill": [vars(row) for row in bill_of_log(log[2])] if log else [],
         "rows": [_row(finding) for finding in findings],
         "parts": [vars(part) for part in counters[1].parts] if counters else [],
     }
@@ -87,6 +90,8 @@ def reconcile_text(record: dict[str, Any]) -> Iterator[str | Table]:
     rows = [[_term(row), *_figures(row), _verdict(row), row["cause"]] for row in record["rows"]]
     columns = ("term", "engine", "ours", "ours less engine", "of it", "agrees", "cause")
     yield Table("The engine's figures and ours", columns, rows, text=("term", "agrees", "cause"))
+    if record["bill"]:
+        yield _bill(record["bill"])
     if record["parts"]:
         yield _parts(record["parts"])
 
@@ -183,6 +188,12 @@ def _signed(fraction: float | None) -> str:
 
 def _verdict(row: dict[str, Any]) -> str:
     return {True: "yes", False: "no", None: NOTHING}[row["agrees"]]
+
+
+def _bill(rows: list[dict[str, Any]]) -> Table:
+    body = [[row["step"], gib(row["change_bytes"]), gib(row["left_bytes"]), row["source"]] for row in rows]
+    columns = ("step", "change", "left", "source")
+    return Table("From the device's memory to the cache", columns, body, text=("step", "source"))
 
 
 def _parts(parts: list[dict[str, Any]]) -> Table:
