@@ -20,9 +20,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kernel_csv import Table
 from kernel_least_squares import Bounds, fit_log
 from kernel_starts import KERNELS, SOURCES, STARTS, WEIGHTS
-from kernel_tables import Table, chip_of, read_folder
+from kernel_tables import chip_of, read_folder
 
 from qwenjax.errors import InputError
 from roofline.hardware import Hardware

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from kernel_tables import Table
+from kernel_csv import Table
 
 from roofline.hardware import Hardware
 from roofline.timing.efficiency import Efficiency

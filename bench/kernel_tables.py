@@ -7,14 +7,11 @@ casys-kaist/LLMServingSim has them. A file that can't be used is one error, a ro
 
 from __future__ import annotations
 
-import csv
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from kernel_csv import Columns, Form, Run, Skipped, Source, Table, read_rows
 from kernel_routing import routed
 
 from qwenjax.config import ModelConfig
@@ -25,8 +22,6 @@ from roofline.timing.attention import attention_work, attention_work_s
 from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import allreduce_s, elementwise_s, gemm_s, kv_write_s, moe_s, sampler_s
 
-Columns = dict[str, Any]
-Run = Callable[[Columns, Hardware, Efficiency, dict[str, Any]], Any]
 _CHIPS: Final = {
     "a100-sxm4-80gb": "a100-80gb-sxm",
     "a100-sxm4-40gb": "a100-40gb-sxm",
@@ -49,42 +44,6 @@ _GEMM_DTYPES: Final = {
 }
 
 
-@dataclass
-class Table:
-    """Rows of one kind of kernel: what they are, what they took, and the function that predicts them together."""
-
-    file: str
-    kernel: str
-    group: str  # of the efficiency constants
-    run: Run
-    lines: list[int]
-    columns: Columns
-    measured_s: Any
-    size: str  # the column that rows are grouped by
-    shape: tuple[str, ...] = ()  # the columns that name a shape, for leaving shapes out
-    cache: dict[str, Any] = field(default_factory=dict)
-
-    def predict_s(self, chip: Hardware, eff: Efficiency) -> Any:
-        """Seconds of every row, with weights and cache as the benchmark left them in L2."""
-        return self.run(self.columns, chip, eff, self.cache)
-
-    def take(self, index: Any) -> Table:
-        columns = {name: values[index] for name, values in self.columns.items()}
-        lines = list(np.array(self.lines)[index])
-        return Table(
-            self.file, self.kernel, self.group, self.run, lines, columns, self.measured_s[index], self.size, self.shape
-        )
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A row that can't be used, by file and line, and why."""
-
-    file: str
-    line: int
-    reason: str
-
-
 def chip_of(folder: Path, name: str | None = None) -> Hardware:
     """The chip that a folder is named after, or the one that is asked for."""
     key = name or folder.resolve().name.lower()
@@ -105,47 +64,16 @@ def read_folder(folder: Path, crowded: bool = False) -> tuple[list[Table], list[
     skipped: list[Skipped] = []
     for path in sorted(folder.glob("*.csv")):
         form, prefix = _form_of(path)
-        rows = _read(path, form, skipped)
+        rows = read_rows(path, form, skipped)
         if rows.lines:
-            tables += form.build(_Source(path.name, rows, prefix, crowded), skipped)
+            tables += form.build(Source(path.name, rows, prefix, crowded), skipped)
     if not tables and not skipped:
         known = ", ".join((*_FORMS, *(f"MODEL_{name}" for name in _MODEL_FORMS)))
         raise InputError("folder", str(folder), "has no kernel times", f"Known files: {known}")
     return tables, skipped
 
 
-@dataclass
-class _Rows:
-    lines: list[int]
-    columns: Columns
-    seconds: Any
-
-    def where(self, mask: Any) -> _Rows:
-        lines = list(np.array(self.lines)[mask])
-        return _Rows(lines, {name: values[mask] for name, values in self.columns.items()}, self.seconds[mask])
-
-
-@dataclass(frozen=True)
-class _Source:
-    file: str
-    rows: _Rows
-    model: str
-    crowded: bool
-
-    def table(self, kernel: str, group: str, run: Run, rows: _Rows, size: str, shape: tuple[str, ...] = ()) -> Table:
-        return Table(self.file, kernel, group, run, rows.lines, rows.columns, rows.seconds, size, shape)
-
-
-@dataclass(frozen=True)
-class _Form:
-    numbers: tuple[str, ...]  # whole, and not below the least
-    texts: tuple[str, ...]
-    time: str  # microseconds
-    build: Callable[[_Source, list[Skipped]], list[Table]]
-    least: int = 1
-
-
-def _form_of(path: Path) -> tuple[_Form, str]:
+def _form_of(path: Path) -> tuple[Form, str]:
     if path.name in _FORMS:
         return _FORMS[path.name], ""
     for suffix, form in _MODEL_FORMS.items():
@@ -155,53 +83,12 @@ def _form_of(path: Path) -> tuple[_Form, str]:
     raise InputError(str(path), None, "is not a form of kernel times that is known", f"Known: {known}")
 
 
-def _read(path: Path, form: _Form, skipped: list[Skipped]) -> _Rows:
-    wanted = (*form.texts, *form.numbers, form.time)
-    try:
-        with path.open(newline="", encoding="utf-8") as handle:
-            reader = csv.DictReader(handle)
-            header = tuple(reader.fieldnames or ())
-            if sorted(header) != sorted(wanted):
-                remedy = f"A file of this name has the columns {', '.join(wanted)}"
-                raise InputError(str(path), ", ".join(header), "has other columns", remedy)
-            entries = list(enumerate(reader, start=2))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), None, f"can't be read: {error}", "Give a CSV file in UTF-8") from None
-    kept: list[tuple[int, dict[str, Any]]] = []
-    for line, entry in entries:
-        reason = _fault(entry, form)
-        if reason:
-            skipped.append(Skipped(path.name, line, reason))
-        else:
-            kept.append((line, entry))
-    columns: Columns = {name: np.array([float(entry[name]) for _, entry in kept]) for name in form.numbers}
-    columns |= {name: np.array([entry[name] for _, entry in kept]) for name in form.texts}
-    return _Rows([line for line, _ in kept], columns, np.array([float(entry[form.time]) * 1e-6 for _, entry in kept]))
-
-
-def _fault(entry: Mapping[str, Any], form: _Form) -> str:
-    """Why a row can't be used, empty where it can."""
-    if None in entry or any(value is None for value in entry.values()):
-        return "has more or fewer cells than the header"
-    for name in (*form.numbers, form.time):
-        try:
-            value = float(entry[name])
-        except ValueError:
-            return f"{name} = {entry[name]!r} is not a number"
-        least = form.least if name in form.numbers else 0.0
-        if not math.isfinite(value) or value < least or (name == form.time and value <= 0):
-            return f"{name} = {entry[name]} is out of range"
-        if name in form.numbers and value != int(value):
-            return f"{name} = {entry[name]} is not a whole number"
-    return ""
-
-
-def _gemm(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _gemm(source: Source, skipped: list[Skipped]) -> list[Table]:
     tables = []
     for dtype in sorted(set(source.rows.columns["gemm_dtype"])):
         rows = source.rows.where(source.rows.columns["gemm_dtype"] == dtype)
         if dtype not in _GEMM_DTYPES:
-            reason = f"gemm_dtype = {dtype!r} is not known here"
+            reason = f"gemm_dtype = {str(dtype)!r} is not known here"
             skipped += [Skipped(source.file, line, reason) for line in rows.lines]
             continue
         bits, product = _GEMM_DTYPES[dtype]
@@ -218,7 +105,7 @@ def _run_gemm(bits: float, dtype: str) -> Run:
     return run
 
 
-def _context(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _context(source: Source, skipped: list[Skipped]) -> list[Table]:
     columns = source.rows.columns
     batch, new = columns["batch_size"], columns["query_len"]
     single = new == 1  # one new token each is what a decode is
@@ -229,7 +116,7 @@ def _context(source: _Source, skipped: list[Skipped]) -> list[Table]:
     )
 
 
-def _generation(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _generation(source: Source, skipped: list[Skipped]) -> list[Table]:
     columns = source.rows.columns
     none = 0 * columns["kv_len"]
     columns |= {"prefills": none, "query_len": none, "seen": none}
@@ -240,7 +127,7 @@ def _generation(source: _Source, skipped: list[Skipped]) -> list[Table]:
     )
 
 
-def _uneven(source: _Source, skipped: list[Skipped], table: Table) -> list[Table]:
+def _uneven(source: Source, skipped: list[Skipped], table: Table) -> list[Table]:
     """The table without rows whose query heads can't share KV heads evenly."""
     even = table.columns["num_heads"] % table.columns["num_key_value_heads"] == 0
     lines = np.array(table.lines)[~even]
@@ -260,7 +147,7 @@ def _attention(columns: Columns, chip: Hardware, eff: Efficiency, cache: dict[st
     return seconds
 
 
-def _moe(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _moe(source: Source, skipped: list[Skipped]) -> list[Table]:
     columns, keep = source.rows.columns, np.ones(len(source.rows.lines), bool)
     names = ("num_tokens", "topk", "num_experts", "moe_ep_size")
     found = []
@@ -292,7 +179,7 @@ def _run_moe(columns: Columns, chip: Hardware, eff: Efficiency, cache: dict[str,
     return moe_s(*sizes, columns["distinct"], rows=columns["rows"], chip=chip, eff=eff, resident=True)
 
 
-def _allreduce(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _allreduce(source: Source, skipped: list[Skipped]) -> list[Table]:
     columns = source.rows.columns
     tables = []
     for kernel, devices in sorted(set(zip(columns["kernel_source"], columns["num_gpus"], strict=True))):
@@ -311,11 +198,15 @@ def _run_allreduce(devices: int, eager: bool) -> Run:
     return run
 
 
-def _config(source: _Source) -> ModelConfig:
-    return ModelConfig.from_hf(known_model_config(source.model))
+def _config(source: Source) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(known_model_config(source.model))
+    except InputError as unknown:
+        problem = f"{source.model} isn't a model whose sizes are known"
+        raise InputError(source.file, None, problem, f"Name the file after one. {unknown}") from None
 
 
-def _dense(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _dense(source: Source, skipped: list[Skipped]) -> list[Table]:
     config, columns = _config(source), source.rows.columns
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     hidden, width = config.hidden_size, config.intermediate_size
@@ -343,7 +234,7 @@ def _dense(source: _Source, skipped: list[Skipped]) -> list[Table]:
         elif layer in moved:
             tables.append(source.table(layer, "elementwise", _run_elementwise(*moved[layer]), rows, "tokens"))
         else:
-            skipped += [Skipped(source.file, line, f"layer = {layer!r} is not known here") for line in rows.lines]
+            skipped += [Skipped(source.file, line, f"layer = {str(layer)!r} is not known here") for line in rows.lines]
     return tables
 
 
@@ -354,28 +245,30 @@ def _run_elementwise(kind: str, token_bytes: int) -> Run:
     return run
 
 
-def _mixed(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _mixed(source: Source, skipped: list[Skipped]) -> list[Table]:
     config, columns = _config(source), source.rows.columns
     chunk, decodes, kept = columns["prefill_chunk"], columns["n_decode"], columns["kv_decode"]
     columns |= {"prefills": (chunk > 0) * 1.0, "query_len": chunk, "seen": chunk + columns["kv_prefill"]}
     columns |= {"decodes": decodes, "context": (kept + 1) * (decodes > 0)}  # the new token comes on top
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    for name, size in zip(("num_heads", "num_key_value_heads", "head_dim"), sizes, strict=True):
-        columns[name] = 0.0 * chunk + size
+    for name, heads in zip(_HEADS, sizes, strict=True):
+        columns[name] = 0.0 * chunk + heads
     kinds = {
         "attention decode": (chunk == 0) & (decodes > 0),
         "attention prefill": (chunk > 0) & (decodes == 0),
         "attention mixed": (chunk > 0) & (decodes > 0),
     }
+    empty = np.array(source.rows.lines)[(chunk == 0) & (decodes == 0)]
+    skipped += [Skipped(source.file, int(line), "has neither a prompt nor a decode") for line in empty]
     tables = []
-    for name, mask in kinds.items():
+    for kind, mask in kinds.items():
         if mask.any():
-            size = "prefill_chunk" if "prefill" in name else "n_decode"
-            tables.append(source.table(name, "attention", _attention, source.rows.where(mask), size))
+            size = "prefill_chunk" if "prefill" in kind else "n_decode"
+            tables.append(source.table(kind, "attention", _attention, source.rows.where(mask), size))
     return tables
 
 
-def _per_sequence(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _per_sequence(source: Source, skipped: list[Skipped]) -> list[Table]:
     config, columns = _config(source), source.rows.columns
     tables = []
     for layer in sorted(set(columns["layer"])):
@@ -391,7 +284,7 @@ def _per_sequence(source: _Source, skipped: list[Skipped]) -> list[Table]:
         elif layer == "sampler":
             tables.append(source.table(layer, "elementwise", _run_sampler(config.vocab_size), rows, "sequences"))
         else:
-            skipped += [Skipped(source.file, line, f"layer = {layer!r} is not known here") for line in rows.lines]
+            skipped += [Skipped(source.file, line, f"layer = {str(layer)!r} is not known here") for line in rows.lines]
     return tables
 
 
@@ -402,7 +295,7 @@ def _run_sampler(vocabulary: int) -> Run:
     return run
 
 
-def _by_distinct(source: _Source, skipped: list[Skipped]) -> list[Table]:
+def _by_distinct(source: Source, skipped: list[Skipped]) -> list[Table]:
     config, columns = _config(source), source.rows.columns
     choices = columns["tokens"] * config.num_experts_per_tok
     possible = (columns["activated_experts"] <= np.minimum(choices, config.num_experts)) & (
@@ -425,15 +318,15 @@ _HEADS: Final = ("num_heads", "num_key_value_heads", "head_dim")
 _MOE_SIZES: Final = ("num_tokens", "hidden_size", "inter_size", "topk", "num_experts", "moe_tp_size", "moe_ep_size")
 _MIXED: Final = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 _FORMS: Final = {
-    "gemm.csv": _Form(("m", "n", "k"), ("gemm_dtype",), "latency_us", _gemm),
-    "attention_context.csv": _Form(("batch_size", "query_len", *_HEADS), (), "latency_us", _context),
-    "attention_generation.csv": _Form(("batch_size", "kv_len", *_HEADS), (), "latency_us", _generation),
-    "moe.csv": _Form(_MOE_SIZES, ("distribution",), "latency_us", _moe),
-    "allreduce.csv": _Form(("num_gpus", "message_size"), ("kernel_source",), "latency_us", _allreduce),
+    "gemm.csv": Form(("m", "n", "k"), ("gemm_dtype",), "latency_us", _gemm),
+    "attention_context.csv": Form(("batch_size", "query_len", *_HEADS), (), "latency_us", _context),
+    "attention_generation.csv": Form(("batch_size", "kv_len", *_HEADS), (), "latency_us", _generation),
+    "moe.csv": Form(_MOE_SIZES, ("distribution",), "latency_us", _moe),
+    "allreduce.csv": Form(("num_gpus", "message_size"), ("kernel_source",), "latency_us", _allreduce),
 }
 _MODEL_FORMS: Final = {
-    "dense.csv": _Form(("tokens",), ("layer",), "time_us", _dense),
-    "per_sequence.csv": _Form(("sequences",), ("layer",), "time_us", _per_sequence),
-    "attention.csv": _Form(_MIXED, (), "time_us", _mixed, least=0),
-    "moe_by_distinct_experts.csv": _Form(("tokens", "activated_experts"), (), "time_us", _by_distinct),
+    "dense.csv": Form(("tokens",), ("layer",), "time_us", _dense),
+    "per_sequence.csv": Form(("sequences",), ("layer",), "time_us", _per_sequence),
+    "attention.csv": Form(_MIXED, (), "time_us", _mixed, least=0),
+    "moe_by_distinct_experts.csv": Form(("tokens", "activated_experts"), (), "time_us", _by_distinct),
 }

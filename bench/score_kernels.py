@@ -2,9 +2,9 @@
 
 FOLDER has the files of ../shared/measurements/kernels/CHIP; its name says the chip, unless --chip does. Weights and
 caches are taken to stay in L2 between calls as far as they fit, as in those benchmarks. Prints median and 90th
-percentile of |error| by kernel, by size and, where a folder has every kernel of a model, for whole steps; the worst rows;
-and what was skipped. `--json` prints one object: rows [{id, predicted, low, high, measured, error, skipped}] in seconds,
-groups [{by, key, n, median_abs_error, p90_abs_error, inside_interval}], total.
+percentile of |error| by kernel, by size and, where a folder has every kernel of a model, for whole steps; the worst
+rows; and what was skipped. `--json` prints one object: rows [{id, predicted, low, high, measured, error, skipped}] in
+seconds, groups [{by, key, n, median_abs_error, p90_abs_error, inside_interval}], total.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kernel_csv import Skipped, Table
 from kernel_steps import step_sums
-from kernel_tables import Skipped, Table, chip_of, read_folder
+from kernel_tables import chip_of, read_folder
 
 from qwenjax.errors import InputError
 from qwenjax.tables import Table as Printed
@@ -158,8 +159,8 @@ def text(score: Score, worst: int = _WORST) -> str:
     scored = [row for row in score.rows if row.error is not None]
     skipped = [row for row in score.rows if row.skipped]
     blocks: list[str | Printed] = [f"{len(scored)} rows scored, {len(skipped)} skipped. {score.provenance}"]
-    for by in dict.fromkeys(group.by for group in score.groups):
-        blocks.append(_table(by, [group for group in score.groups if group.by == by], score.total))
+    dimensions = dict.fromkeys(group.by for group in score.groups)
+    blocks += [_table(by, [group for group in score.groups if group.by == by], score.total) for by in dimensions]
     scored.sort(key=lambda row: -abs(row.error or 0.0))
     lines = [
         (row.id, row.size, f"{row.error:+.0%}", f"{(row.predicted or 0) * 1e6:.1f}", f"{(row.measured or 0) * 1e6:.1f}")
