@@ -11,11 +11,11 @@ from fractions import Fraction
 from typing import Any
 
 from qwenjax.config import ModelConfig
-from qwenjax.dims import LEGEND, Step, dims, size
-from qwenjax.ops import KV, WEIGHTS, Block, Op, Scope, Weight, layers_of, leaf_letters
+from qwenjax.dims import LEGEND, Block, Step, dims, size
+from qwenjax.ops import KV, WEIGHTS, Op, Scope, Weight, layers_of, leaf_letters
 from qwenjax.sharding import Mesh, device_fraction
 from roofline.count import Attention, CountRow, DtypePolicy, Experts, Logits, count_weight, distinct_experts, dtype_bits
-from roofline.derivation import Derivation, evaluate
+from roofline.explain.derivation import Derivation, evaluate
 from roofline.weight_schemes import Packing, WeightScheme
 
 _FIELDS = {
@@ -184,14 +184,18 @@ def _packed_bits(ground: Ground, scheme: WeightScheme, weight: Weight, bits: Any
     own = nodes.leaf(f"scheme.{part}.bits", packing.bits, "bit", "exact", f"one weight, {told}")
     formula = own
     if packing.tile_bits:
-        tile = nodes.leaf(f"scheme.{part}.tile_bits", packing.tile_bits, "bit", "exact", f"scale and zero point, {told}")
+        tile = nodes.leaf(
+            f"scheme.{part}.tile_bits", packing.tile_bits, "bit", "exact", f"scale and zero point, {told}"
+        )
         text = f"weights that share a scale, {told}"
         area = nodes.leaf(f"scheme.{part}.tile_{high}x{wide}", high * wide, "count", "exact", text)
         formula += f" + {tile} / {area}"
     if packing.column_bits:
         text = f"group index of each input, {told}; outputs share it"
         column = nodes.leaf(f"scheme.{part}.column_bits", packing.column_bits, "bit", "exact", text)
-        outputs = nodes.leaf(f"outputs.{weight.name}", rows, "count", "exact", f"outputs of one matrix of {weight.name}")
+        outputs = nodes.leaf(
+            f"outputs.{weight.name}", rows, "count", "exact", f"outputs of one matrix of {weight.name}"
+        )
         formula += f" + {column} / {outputs}"
     return nodes.same(name, bits, "bit", (formula,), f"one element with its part of the scales, {told}")
 
@@ -220,10 +224,12 @@ def _distinct(ground: Ground, prefix: str, step: Step) -> None:
         nodes.derive(name, "E", "count", "--experts all: every expert is read", value)
     else:
         formula = f"max(A, E * (1 - (1 - A / E) ** (B * {prefix}.T)))"
-        nodes.derive(name, formula, "count", "distinct experts that a layer is expected to read, uniform routing", value)
+        nodes.derive(
+            name, formula, "count", "distinct experts that a layer is expected to read, uniform routing", value
+        )
 
 
-def _windows(ground: Ground) -> list[tuple[str, str]]:
+def windows_of(ground: Ground) -> list[tuple[str, str]]:
     """Names of each window and of its layers; an empty window sees everything."""
     nodes, windows = ground.nodes, Counter(ground.config.sliding_windows)
     if set(windows) == {None}:
@@ -245,15 +251,17 @@ def explain_pairs(ground: Ground, prefix: str) -> str:
     if ground.attention == "dense":
         return ground.nodes.derive(f"{prefix}.pairs", f"L * {new} * {seen}", "count", "all pairs of the square")
     terms = []
-    for window, layers in _windows(ground):
+    for window, layers in windows_of(ground):
         full = f"{new} * {seen} - {new} * ({new} - 1) / 2"
-        terms.append(f"{layers} * ({_pairs(seen, window)} - {_pairs(f'({seen} - {new})', window)})" if window else
-                     f"{layers} * ({full})")  # fmt: skip
+        if window:
+            full = f"{windowed_pairs(seen, window)} - {windowed_pairs(f'({seen} - {new})', window)}"
+        terms.append(f"{layers} * ({full})")
     source = "query-key pairs that the mask keeps, one head, all layers"
     return ground.nodes.derive(f"{prefix}.pairs", " + ".join(terms), "count", source)
 
 
-def _pairs(positions: str, window: str) -> str:
+def windowed_pairs(positions: str, window: str) -> str:
+    """Pairs of the first positions when each query sees a window of keys."""
     short = f"min({positions}, {window})"
     return f"({short} * ({short} + 1) / 2 + ({positions} - {short}) * {window})"
 
@@ -263,7 +271,7 @@ def explain_rows(ground: Ground, prefix: str) -> str:
     new, seen = f"{prefix}.T", f"{prefix}.S"
     terms = [
         f"{layers} * min({seen}, {new} + {window} - 1)" if window else f"{layers} * {seen}"
-        for window, layers in _windows(ground)
+        for window, layers in windows_of(ground)
     ]
     source = "cache rows of one sequence that are read, all layers"
     return ground.nodes.derive(f"{prefix}.rows", " + ".join(terms), "count", source)
@@ -277,7 +285,9 @@ def explain_op(ground: Ground, op: Op, row: CountRow, prefix: str, letters: str)
     nodes, name = ground.nodes, f"{prefix}.{op.name}"
     flops = ""
     if row.flops:
-        flops = nodes.derive(f"{name}.flops", _flops(ground, op, letters), "FLOP", "two for each multiply-add", row.flops)
+        flops = nodes.derive(
+            f"{name}.flops", _flops(ground, op, letters), "FLOP", "two for each multiply-add", row.flops
+        )
     terms = _weight_terms(ground, op, letters)
     read, written = _kv(ground, op.kv_read, letters, True), _kv(ground, op.kv_write, letters, False)
     terms += [text for text in (read, written) if text]

@@ -15,8 +15,7 @@ from qwenjax.ops import Op, layers_of, ops_of
 from qwenjax.sharding import Mesh
 from roofline.comms import CommRow
 from roofline.count import Attention, DtypePolicy, Experts, Logits, count_step
-from roofline.derivation import Derivation, Node, total_of
-from roofline.explain_counts import (
+from roofline.explain.counts import (
     Ground,
     explain_config,
     explain_context,
@@ -24,6 +23,7 @@ from roofline.explain_counts import (
     explain_step_letters,
     letters_of,
 )
+from roofline.explain.derivation import Derivation, Node, total_of
 from roofline.hardware import Figure, Hardware
 from roofline.predict import Bandwidth, OpTime, StepTime, predict_step
 
@@ -134,7 +134,8 @@ class Times:
         explain_step_letters(self.ground, shared, step)
         explain_context(self.ground, prefix, step)
         ops = {op.name: op for op in ops_of(self.ground.config)}
-        fixed, attended = [], []
+        fixed: list[str] = []
+        attended: list[str] = []
         for op_time in times.ops:
             op = ops[op_time.row.op]
             attends = op.kind == "attention"
@@ -177,7 +178,11 @@ class Times:
         )  # fmt: skip
         times = 2 if row.kind == "all-reduce" else 1
         way = f"{times} * ({n} - 1) / {n}" + (f" / {n}" if row.kind == "all-to-all" else "")
-        counts = {1: "1", self.ground.config.num_hidden_layers: "L", layers_of(self.ground.config, "sparse"): "L_sparse"}
+        counts = {
+            1: "1",
+            self.ground.config.num_hidden_layers: "L",
+            layers_of(self.ground.config, "sparse"): "L_sparse",
+        }
         source = f"sent by one device in {row.count} {row.kind}"
         formula = f"{payload} * {way} * {counts[row.count]}"
         return self.nodes.derive(f"{prefix}.{row.op}.sent_bytes", formula, "B", source, row.sent_bytes)

@@ -1,7 +1,7 @@
 """Numbers that know where they come from: leaves with a kind and a source, and formulas over them by name.
 
-A formula is arithmetic over dotted names, with `min`, `max`, `ceil` and `total(x, first, last, term)`, the sum of a term
-over whole x. Whoever has the leaves can compute every derived number again with `evaluate`.
+A formula is arithmetic over dotted names, with `min`, `max`, `ceil` and `total(x, first, last, term)`, the sum of a
+term over whole x. Whoever has the leaves can compute every derived number again with `evaluate`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ def _names(node: ast.expr, bound: tuple[str, ...]) -> Iterable[str]:
     return _names(node.operand, bound) if isinstance(node, ast.UnaryOp) else ()
 
 
-def evaluate(
-    formula: str, values: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None
-) -> Any:
+def evaluate(formula: str, values: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]] | None = None) -> Any:
     """The number that a formula gives for values by name; `functions` are further ones that it may call."""
     return _evaluate(parse(formula), values, functions or {})
 
