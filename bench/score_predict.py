@@ -16,13 +16,15 @@ from qwenjax.errors import InputError
 from roofline.hardware import load_hardware
 from roofline.timing.attention import attention_decode_s, attention_prefill_s
 from roofline.timing.case import Case
-from roofline.timing.efficiency import load_efficiency
+from roofline.timing.efficiency import load_efficiency, load_interval
 from roofline.timing.kernels import gemm_s, moe_s
 from roofline.timing.scheduling import Scheduler
 from roofline.timing.serving import CasePrediction, case_terms, figure, plan_case, predict_case
 
 _IMPOSSIBLE = 1.02  # a figure that beats the roof by more than the rounding of its source
 _SUSPECT = 0.5  # |error| from which a row is held against the roof
+
+_GROUPS = {"gemm": "gemm", "experts": "moe", "decode attention": "attention", "prefill attention": "attention"}
 
 Predict = Callable[[Case], CasePrediction]
 
@@ -88,7 +90,9 @@ def _kernel(case: KernelCase) -> Scored:
     efficiency, provenance = load_efficiency(chip)
     size, options = case.sizes, kernel_options(case)
     common: dict[str, Any] = {"chip": chip, "eff": efficiency, "resident": case.repeated}
+    group = _GROUPS[case.kind]
     if case.kind == "gemm":
+        group = "float8_gemm" if options["dtype"] != "bfloat16" else group
         seconds = gemm_s(size["m"], size["n"], size["k"], **options, **common)
     elif case.kind == "experts":
         routing = re.search(r"routing distribution (\w+_?[\d.]*)", case.note)
@@ -102,4 +106,6 @@ def _kernel(case: KernelCase) -> Scored:
             seconds = attention_decode_s(size["batch"], size["kv_len"], *heads, **common)
         else:
             seconds = attention_prefill_s(size["batch"], size["query_len"], size["kv_len"], *heads, **common)
-    return Scored(case.id, case, case.rate(float(seconds)), provenance=provenance)
+    fast, slow = load_interval(dict(efficiency.sources)[group], group, chip.id)
+    expected, high, low = (case.rate(float(seconds) * factor) for factor in (1.0, fast, slow))
+    return Scored(case.id, case, expected, low, high, provenance=provenance)
