@@ -24,13 +24,13 @@ _SIZE = rf"{_NUMBER}\s*Gi?B"  # early versions print GB and mean 2**30
 _WORDINGS: Final[dict[str, tuple[str, ...]]] = {
     "total_bytes": (
         rf"free memory on device[^(]*\([\d.,]+/{_NUMBER} GiB\)",
-        rf"total_gpu_memory \({_SIZE}\)",
+        rf"total_gpu_memory\s+\(?{_SIZE}",
     ),
     "free_bytes": (rf"free memory on device[^(]*\({_NUMBER}/[\d.,]+ GiB\)", rf"Initial free memory:? {_SIZE}"),
     "gpu_memory_utilization": (
         rf"desired GPU memory utilization (?:is )?\({_NUMBER},",
         r"current --gpu-memory-utilization=([\d.]+)",
-        rf"gpu_memory_utilization \({_NUMBER}\)",
+        rf"gpu_memory_utilization\s+\(?{_NUMBER}",
         r"gpu_memory_utilization['\"]?\s*[:=]\s*([\d.]+)",
         r"--gpu-memory-utilization[ =]([\d.]+)",
     ),
@@ -38,12 +38,13 @@ _WORDINGS: Final[dict[str, tuple[str, ...]]] = {
         rf"desired GPU memory utilization (?:is )?\([\d.]+, {_SIZE}\)",
         rf"gpu_memory_utilization \([\d.]+\)\s*=\s*{_SIZE}",
         rf"Requested memory: [\d.]+ \(util\), {_SIZE}",
+        rf"vLLM instance can use\s+{_SIZE}",
     ),
     "weight_bytes": (
-        rf"usage is {_SIZE} for weights?\b",
+        rf"usage(?: is|:) {_SIZE} for weights?\b",
         rf"model loading took {_SIZE}",
         rf"loading model weights took {_SIZE}",
-        rf"model weights takes? {_SIZE}",
+        rf"model weights takes?\s+{_SIZE}",
         rf"weights memory: {_SIZE}",
     ),
     "consumed_bytes": (
@@ -53,12 +54,12 @@ _WORDINGS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "non_torch_bytes": (
         rf"{_SIZE} for non-torch memory",
-        rf"non_torch_memory takes {_SIZE}",
+        rf"non_torch_memory\s+(?:takes )?{_SIZE}",
         rf"non-torch forward increase memory: {_SIZE}",
     ),
     "activation_bytes": (
         rf"{_SIZE} for peak activation",
-        rf"pytorch activation peak memory takes {_SIZE}",
+        rf"pytorch activation peak memory\s+(?:takes )?{_SIZE}",
         rf"torch peak memory increase: {_SIZE}",
         rf"peak activation(?: memory)?[^\d\n-]{{0,20}}{_SIZE}",
     ),
@@ -76,6 +77,7 @@ _WORDINGS: Final[dict[str, tuple[str, ...]]] = {
         rf"available KV cache memory[:\s]+{_SIZE}",
         rf"current kv cache memory in use is {_SIZE}",
         rf"reserved for KV Cache is {_SIZE}",
+        rf"available_kv_cache_memory\s+{_SIZE}",
     ),
     "gpu_blocks": (
         r"# (?:GPU|CUDA) blocks: ([\d,]+)",

@@ -256,9 +256,8 @@ def test_kv_tokens_of_published_logs(shared: Path) -> None:
     print(shown)
     assert len(rows) >= 8
     assert statistics.median(abs(row.error) for row in rows) < 0.03, shown
-    # Two grade B and H100 rows apart (another rank sets the tokens; communication takes 2.2 GiB), all are within 6 %.
-    far = {row.id for row in rows if abs(row.error) > 0.06}
-    assert far <= {"m4070", "m4079"}, shown
+    # But for one row, where the tokens are of a rank whose memory isn't stated, all are within 6 %.
+    assert {row.id for row in rows if abs(row.error) > 0.06} <= {"m4070"}, shown
 
 
 def test_the_seed_s_log_by_the_rules_of_its_version() -> None:
