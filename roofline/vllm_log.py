@@ -132,6 +132,12 @@ _RANK = re.compile(
 )
 _ENGINE = re.compile(r"\(EngineCore_?(?P<engine>DP\d+)?[^)]*\)")
 _START = re.compile(r"vLLM API server version|initializing an? (?:V\d )?LLM engine", re.IGNORECASE)
+# Every wording above has one of these; a server's log is long, and few of its lines do.
+_HINTS = (
+    "gib", "gb", "blocks", "kv cache size", "concurrency for", "utilization", "num_batched", "num-batched", "num_seqs",
+    "num-seqs", "model len", "model_len", "model-len", "max_seq_len", "parallel", "version", "vllm", "llm engine",
+    "starting to load", "kv_cache_dtype", "quantization", "enforce_eager", "model runner", "kv_cache_memory",
+)  # fmt: skip
 _PATTERNS = {
     field: tuple(re.compile(wording, re.IGNORECASE) for wording in wordings)
     for field, wordings in {**_WORDINGS, **_TEXTS}.items()
@@ -241,12 +247,14 @@ def read_text(option: str, path: str | Path) -> str:
 
 def read_startup_log(text: str, path: str = "the log") -> StartupLog:
     """Reads the text of a log; raises InputError where no line is one of vLLM's about memory."""
-    lines = _ANSI.sub("", text).splitlines()
+    lines = [line if _is_hinted(line) else "" for line in _ANSI.sub("", text).splitlines()]
     starts = _firsts(lines)
     begin = _last_start(lines, starts)
     readings: dict[str, list[Reading]] = {}
     texts: dict[str, str] = {}
     for number, line in enumerate(lines):
+        if not line:
+            continue
         for field, reading in _readings(line, number + 1):
             if number >= begin:
                 readings.setdefault(field, []).append(reading)
@@ -263,6 +271,11 @@ def read_startup_log(text: str, path: str = "the log") -> StartupLog:
         )
     kept = {field: tuple(found) for field, found in readings.items()}
     return StartupLog(path, kept, texts, max(1, len(starts)), tuple(_conflicts(kept)))
+
+
+def _is_hinted(line: str) -> bool:
+    lower = line.lower()
+    return any(hint in lower for hint in _HINTS)
 
 
 def _firsts(lines: list[str]) -> list[int]:
@@ -283,7 +296,7 @@ def _last_start(lines: list[str], starts: list[int]) -> int:
 
 
 def _tells(line: str) -> bool:
-    return any(pattern.search(line) for field in ESSENTIAL for pattern in _PATTERNS[field])
+    return bool(line) and any(pattern.search(line) for field in ESSENTIAL for pattern in _PATTERNS[field])
 
 
 def _readings(line: str, number: int) -> Iterator[tuple[str, Reading]]:
