@@ -144,7 +144,7 @@ def choose_profile(
 ) -> Choice:
     """The profile of an engine that is nearest in GPU architecture, then in version; any engine's where it has none."""
     if not profiles:
-        raise InputError("profile", engine, "has no profiles to choose from", "Fit them with bench/fit.py.")
+        raise InputError("profile", engine, "can't be chosen, no profiles are there", "Fit them with bench/fit.py.")
     chip = _chip(hardware)
     own = [profile for profile in profiles if profile.engine == engine]
     candidates = own or [profile for profile in profiles if profile.engine == "any"] or list(profiles)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
 _RESERVED_BYTES: Final = 2**30  # beside weights, activations and the KV pool: CUDA context and graphs, a round estimate
 _UTILIZATION: Final = 0.9
+_SHORTENED: Final = 8192  # max_model_len where the model's own can't be served and the row doesn't say
 _IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
 _WIDEST: Final = 1.5  # of chat requests: the longest over the mean, lengths spread evenly
 _PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
@@ -65,7 +66,7 @@ class CasePrediction:
 def plan_case(case: Case, scheduler: Scheduler) -> Plan:
     """The steps whose times add up to a case's figure. Raises InputError where the case says too little."""
     if case.input_len < 1 and case.output_len < 1:
-        raise InputError("input_len", case.input_len, "and no output length: nothing was timed", "State a length.")
+        raise InputError("input_len", case.input_len, "with no output length says that nothing was timed", "State a length.")
     long = case.input_len + case.output_len > scheduler.long_context
     scheduler = replace(
         scheduler,
@@ -189,22 +190,29 @@ def _planned_tokens(case: Case) -> float | None:
         return None
     version = re.match(r"[\d.]*\d", case.engine_version)
     try:
-        plan = plan_memory(
-            case.config,
-            load_hardware(case.hardware),
-            gpu_memory_utilization=case.gpu_memory_utilization,
-            max_model_len=case.max_model_len,
-            max_num_batched_tokens=case.max_num_batched_tokens,
-            max_num_seqs=case.max_num_seqs,
-            kv_dtype=case.kv_dtype,
-            weights=scheme_of(case.weights),
-            mesh=Mesh(tp=case.tp),
-            engine=f"vllm=={version[0] if version else ''}",
-            enforce_eager=case.cuda_graphs is False,
-        )
+        tokens = _kv_tokens(case, version[0] if version else "", case.max_model_len)
+        if case.max_model_len is None and tokens < case.config.context_length:
+            # The engine wouldn't have started with the model's own length, so a shorter one was asked for.
+            tokens = _kv_tokens(case, version[0] if version else "", min(case.config.context_length, _SHORTENED))
     except InputError:
         return None
-    return plan.kv_tokens if plan.kv_tokens > case.input_len + case.output_len else None
+    return tokens if tokens > case.input_len + case.output_len else None
+
+
+def _kv_tokens(case: Case, version: str, max_model_len: int | None) -> int:
+    return plan_memory(
+        case.config,
+        load_hardware(case.hardware),
+        gpu_memory_utilization=case.gpu_memory_utilization,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=case.max_num_batched_tokens,
+        max_num_seqs=case.max_num_seqs,
+        kv_dtype=case.kv_dtype,
+        weights=scheme_of(case.weights),
+        mesh=Mesh(tp=case.tp),
+        engine=f"vllm=={version}",
+        enforce_eager=case.cuda_graphs is False,
+    ).kv_tokens
 
 
 def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
@@ -238,6 +246,7 @@ def layout_of(
     tp: int = 1,
     kv_dtype: str | None = None,
     dp: bool = False,
+    ep: bool = False,
     scheduler: Scheduler | None = None,
 ) -> Layout:
     """How a model in a weight scheme lies on `tp` devices."""
@@ -246,6 +255,7 @@ def layout_of(
     return Layout(
         tp,
         dp,
+        ep,
         op_weight_bits(config, scheme),
         compute_dtype_of(scheme, chip),
         kv_bytes,
@@ -273,6 +283,7 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         tp=case.tp,
         kv_dtype=case.kv_dtype,
         dp=case.attention_dp,
+        ep=case.ep > 1,
         scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),
     )
     return step_terms(case.config, plan.steps, layout, chip, load_efficiency(chip)[0])

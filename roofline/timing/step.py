@@ -82,6 +82,7 @@ class Layout:
 
     tp: int = 1
     attention_dp: bool = False
+    expert_parallel: bool = False  # whole experts lie on each device, instead of a share of every expert
     weight_bits: Mapping[str, float] = field(default_factory=dict)  # stored bits by op, scales included; else 16
     compute_dtype: str = "bfloat16"  # of the products with narrow weights
     kv_bytes: float = 2.0
@@ -262,13 +263,19 @@ class _Fold:
         tokens = self.steps.tokens.astype(np.float64)
         counted = layout.experts
         distinct = np.full_like(tokens, counted) if counted else distinct_experts(config, Step(tokens, 1, 1))
-        width, hidden = config.moe_intermediate_size / layout.tp, float(config.hidden_size)
-        per_token = float(config.num_experts_per_tok)
+        hidden, per_token = float(config.hidden_size), float(config.num_experts_per_tok)
+        # Devices share each expert's width, or the experts; the rows of the latter are taken to spread evenly.
+        spread = layout.tp if layout.expert_parallel else 1
+        width = config.moe_intermediate_size * spread / layout.tp
+        rows, here = tokens * per_token / spread, np.maximum(distinct / spread, 1.0)
         bits = layout.weight_bits.get("experts_gate_up_proj", 16.0)
-        kernels = {"chip": self.chip, "eff": self.eff, "weight_bits": bits}
-        seconds = moe_s(tokens, hidden, width, per_token, float(config.num_experts), distinct, **kernels)
-        compute = 6.0 * tokens * per_token * hidden * width / self.peak(layout.compute_dtype)
-        memory = 3.0 * distinct * hidden * width * bits / 8 / self.bandwidth
+        kernels: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits, "rows": rows}
+        seconds = moe_s(tokens, hidden, width, per_token, config.num_experts / spread, here, **kernels)
+        compute = 6.0 * rows * hidden * width / self.peak(layout.compute_dtype)
+        memory = 3.0 * distinct / spread * hidden * width * bits / 8 / self.bandwidth
+        # The kernels were measured in 16 bits: what waits for arithmetic is as much faster as narrow operands are.
+        by_compute = compute**2 / (memory**2 + compute**2)
+        seconds = seconds * (1 - by_compute * (1 - self.peak("bfloat16") / self.peak(layout.compute_dtype)))
         least = np.maximum(compute, memory)
         self.values["experts"] += np.maximum(seconds, least) * layers
         self.least["experts"] += least * layers
