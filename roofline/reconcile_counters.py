@@ -115,7 +115,8 @@ def _bounds(work: Work, counted: dict[str, Account], max_model_len: int) -> tupl
     attended = work.prefill_products + work.decode_context
     per_pair = counted["attention"].flops / attended
     rest = total_of(counted).flops - counted["attention"].flops
-    return rest + per_pair * min(attended, work.pairs()), rest + per_pair * work.tokens * max_model_len
+    longest = max(max_model_len, *(span.end for span in work.spans))
+    return rest + per_pair * min(attended, work.pairs()), rest + per_pair * work.tokens * longest
 
 
 def _flops_cause(delta: CounterDelta, ours: float, bounds: tuple[float, float]) -> str:

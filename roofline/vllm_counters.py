@@ -9,7 +9,8 @@ router, norms, biases and RoPE aren't there. `corrected_terms` keeps what they c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,27 +87,34 @@ def request_work(
     prompt come from a prefix cache. Which requests share a step changes the bytes of weights, nothing else.
     """
     _check_lengths(prompt, output, cached, chunk, batch)
-    work = Work(sampled=count * output, spans=(Span(cached, prompt + output - 1, count),))
+    chunks = list(_chunks(prompt, chunk or prompt, cached))
+    # A later single token of a prompt counts as decode.
+    prefill = [(new, end) for new, end in chunks if new > 1 or end == cached + 1]
+    single = [end for new, end in chunks if new == 1 and end != cached + 1]
+    fed_back = output - 1
+    contexts = sum(single) + fed_back * prompt + fed_back * (fed_back + 1) // 2
+    together = min(batch, count)
+    decodes = ((together, count * fed_back / together),) if fed_back else ()
+    return Work(
+        prefill_requests=count * len(prefill),
+        prefill_tokens=count * sum(new for new, _ in prefill),
+        prefill_context=count * sum(end for _, end in prefill),
+        prefill_products=count * sum(new * end for new, end in prefill),
+        decode_tokens=count * (len(single) + fed_back),
+        decode_context=count * contexts,
+        sampled=count * output,
+        spans=(Span(cached, prompt + output - 1, count),),
+        steps=(*((new, count * times) for new, times in Counter(new for new, _ in chunks).items()), *decodes),
+    )
+
+
+def _chunks(prompt: int, chunk: int, cached: int) -> Iterator[tuple[int, int]]:
+    """New tokens of each step of a prompt, and where it then ends."""
     start = cached
     while start < prompt:
-        new = min(chunk or prompt, prompt - start)
+        new = min(chunk, prompt - start)
         start += new
-        one = count if start - new == cached or new > 1 else 0  # a later single token counts as decode
-        work = work.plus(
-            Work(
-                prefill_requests=one,
-                prefill_tokens=one * new,
-                prefill_context=one * start,
-                prefill_products=one * new * start,
-                decode_tokens=count - one,
-                decode_context=(count - one) * start,
-                steps=((new, count),),
-            )
-        )
-    fed_back = output - 1
-    contexts = fed_back * prompt + fed_back * (fed_back + 1) // 2
-    steps = ((min(batch, count), count * fed_back / min(batch, count)),) if fed_back else ()
-    return work.plus(Work(decode_tokens=count * fed_back, decode_context=count * contexts, steps=steps))
+        yield new, start
 
 
 def mean_work(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ _COUNTERS: Final[dict[str, tuple[str, ...]]] = {
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens_total",),
 }
 _NEEDED: Final = ("flops", "prompt_tokens", "output_tokens", "requests")
+_WHOLE: Final = ("prompt_tokens", "output_tokens", "requests", "cached_tokens", "preemptions", "draft_tokens")
 _SAMPLE = re.compile(
     r'^([A-Za-z_:][\w:.]*)(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s+([-+.\w]+)(?:\s+-?[\d.]+)?(?:\s+#.*)?$'
 )
@@ -109,36 +111,41 @@ def _check_page(samples: Samples, path: str) -> None:
 def _subtract(before: Samples, after: Samples, before_path: str, after_path: str, model: str) -> CounterDelta:
     name = _model_of(after, after_path, model)
     deltas = {field: _delta(before, after, field, name) for field in _COUNTERS}
-    paths = f"{OPTION} {before_path} {after_path}"
-    changes = [change for change in deltas.values() if change]
-    back = {field: change for field, change in deltas.items() if change is not None and change < 0}
-    if back and all(change < 0 for change in changes):
+    _check_deltas(deltas, f"{OPTION} {before_path} {after_path}")
+    whole = {field: int(deltas[field] or 0) for field in _WHOLE}
+    steps = deltas["steps"]
+    return CounterDelta(
+        flops=deltas["flops"] or 0.0,
+        read_bytes=deltas["read_bytes"],
+        write_bytes=deltas["write_bytes"],
+        steps=None if steps is None else int(steps),
+        engines=tuple(sorted({dict(labels).get("engine", "") for counter, labels in after if counter == FLOPS})),
+        model_name=name,
+        **whole,
+    )
+
+
+def _check_deltas(deltas: dict[str, float | None], paths: str) -> None:
+    """Refuses pages that don't follow each other, or between which nothing was counted."""
+    changes = {field: change for field, change in deltas.items() if change is not None}
+    for field, change in changes.items():
+        if not isfinite(change):
+            problem = f"{_COUNTERS[field][0]} is not a finite number"
+            raise InputError(paths, None, problem, "Take the pages again.")
+    back = {field: change for field, change in changes.items() if change < 0}
+    if back and all(change <= 0 for change in changes.values()):
         raise InputError(paths, None, "every counter goes backwards", "Give BEFORE first, then AFTER.")
     if back:
         field, change = next(iter(back.items()))
         problem = f"{_COUNTERS[field][0]} falls by {-change:,.0f}: the server started anew between them"
         raise InputError(paths, None, problem, "Take both pages from one run of the server.")
     for field in ("output_tokens", "requests"):
-        if not deltas[field]:
+        if not changes[field]:
             problem = f"{_COUNTERS[field][0]} doesn't move: nothing finished between them"
             raise InputError(paths, None, problem, "Take AFTER once some requests are done.")
-    if not deltas["flops"]:
+    if not changes["flops"]:
         remedy = "Start vLLM with --enable-mfu-metrics, without which it stays where it is."
         raise InputError(paths, None, f"{FLOPS} doesn't move although tokens were made", remedy)
-    engines = sorted({dict(labels).get("engine", "") for counter, labels in after if counter == FLOPS})
-    whole = {field: int(deltas[field] or 0) for field in ("prompt_tokens", "output_tokens", "requests")}
-    extra = {field: int(deltas[field] or 0) for field in ("cached_tokens", "preemptions", "draft_tokens")}
-    steps = deltas["steps"]
-    return CounterDelta(
-        flops=deltas["flops"],
-        read_bytes=deltas["read_bytes"],
-        write_bytes=deltas["write_bytes"],
-        steps=None if steps is None else int(steps),
-        engines=tuple(engines),
-        model_name=name,
-        **whole,
-        **extra,
-    )
 
 
 def _model_of(samples: Samples, path: str, model: str) -> str:

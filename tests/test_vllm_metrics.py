@@ -108,6 +108,10 @@ CURL = "Give what `curl http://HOST:PORT/metrics` prints."
             "--vllm-metrics BEFORE AFTER: vllm:prompt_tokens_total falls by 92,831: the server started anew between "
             "them. Take both pages from one run of the server.",
         ),
+        (
+            lambda b, a: (b, a.replace(" 7168.0", " +Inf")),
+            "--vllm-metrics BEFORE AFTER: vllm:prompt_tokens_total is not a finite number. Take the pages again.",
+        ),
         (lambda b, a: ("x 1\n", a), f"--vllm-metrics BEFORE: has no counters of vLLM's. {CURL}"),
         (lambda b, a: (b, ""), f"--vllm-metrics AFTER: has no counters of vLLM's. {CURL}"),
         (
