@@ -23,6 +23,7 @@ from roofline.cli_options import (
     DtypeOption,
     EpOption,
     ExpertsOption,
+    ExplainOption,
     HardwareOption,
     JsonOption,
     KvDtypeOption,
@@ -43,6 +44,7 @@ from roofline.cli_options import (
     whole_number,
 )
 from roofline.count import DtypePolicy, count_params, count_step, distinct_experts
+from roofline.explain import explain_request, explain_step
 from roofline.formulas import tokens_to_touch
 from roofline.hardware import load_hardware
 from roofline.memory import GPU_MEMORY_UTILIZATION, MAX_NUM_BATCHED_TOKENS, plan_memory
@@ -116,6 +118,7 @@ def step(
             help="A time that somebody measured for this step: what it implies, and exit status 1 if it can't be.",
         ),
     ] = None,
+    explain: ExplainOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """FLOPs, bytes and least time of one forward step, op by op.
@@ -149,7 +152,12 @@ def step(
         tokens = asked.batch * asked.query_len
         measured = report.measured_record(counts, tokens, seconds, timed[1] if timed else None)
     record = report.step_record(config, asked, phase, settings, counts, timed, measured)
-    _show(record, report.step_text, (*notes, *defaults), as_json)
+    if explain:
+        kinds = {**conventions, "mesh": mesh, "bandwidth": memory_bandwidth(bandwidth)}
+        chip_or_none = timed[0] if timed else None
+        record["explanation"] = explain_step(config, asked, chip_or_none, policy, origin=_origin(model), **kinds)
+    text = report.explained(report.step_text) if explain else report.step_text
+    _show(record, text, (*notes, *defaults), as_json)
     if measured and measured["problems"]:
         say("\n".join(measured["problems"]))
         raise typer.Exit(CHECK_FAILED)
@@ -169,6 +177,7 @@ def predict(
     tp: TpOption = "1",
     ep: EpOption = "1",
     bandwidth: BandwidthOption = "peak",
+    explain: ExplainOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time to the first token and to each later one, and throughput.
@@ -194,9 +203,15 @@ def predict(
         "bandwidth": wide,
     }
     sizes, arguments = batch_sizes(batch), settings | _kinds(policy)
+    if explain and len(sizes) > 1:
+        raise InputError("--batch", batch, "names several sizes, and --explain derives one", "Give one size.")
     prediction = predict_requests(config, chip, batch=sizes, profile=profile, **arguments)
     record = report.predict_record(config, chip, device_of(chip, policy, wide), settings, prediction)
-    _show(record, report.predict_text, notes, as_json)
+    if explain:
+        lengths = {"prompt": settings["prompt"], "output": settings["output"], "batch": sizes[0], "profile": profile}
+        kinds = {"experts": settings["experts"], "mesh": mesh, "bandwidth": wide}
+        record["explanation"] = explain_request(config, chip, policy, origin=_origin(model), **lengths, **kinds)
+    _show(record, report.explained(report.predict_text) if explain else report.predict_text, notes, as_json)
 
 
 def memory(
@@ -330,6 +345,12 @@ def _load(
 def _kinds(policy: DtypePolicy) -> dict[str, Any]:
     """The arguments that say how weights and cache are stored."""
     return {"dtype": None if policy.scheme else policy.weight, "kv_dtype": policy.kv, "weights": policy.scheme}
+
+
+def _origin(model: str) -> str:
+    """Where the config's integers come from, for a derivation."""
+    known = known_facts(model)
+    return f"the config of {known.hf_id}" if known else "config.json"
 
 
 def read_step(

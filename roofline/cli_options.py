@@ -78,6 +78,10 @@ ProfileOption = Annotated[
 ]
 TpOption = Annotated[str, typer.Option("--tp", metavar="N", help="Devices that split heads and widths.")]
 EpOption = Annotated[str, typer.Option("--ep", metavar="N", help="Devices that split the experts.")]
+ExplainOption = Annotated[
+    bool,
+    typer.Option("--explain", help="How the figures come about: each number with its formula, or its kind and source."),
+]
 BandwidthOption = Annotated[
     str,
     typer.Option(

@@ -137,7 +137,7 @@ class Derivation:
 
     def leaf(self, name: str, value: float, unit: str, kind: str, source: str) -> str:
         """A number from outside; kind is one of LEAF_KINDS."""
-        return self.add(Node(name, value, unit, kind, source))
+        return self.add(Node(name, plain(value), unit, kind, source))
 
     def derive(self, name: str, formula: str, unit: str, source: str = "", value: Any = None) -> str:
         """A number by its formula; with `value` the one that the package computed, which the formula must give."""

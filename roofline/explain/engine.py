@@ -54,8 +54,8 @@ def explain_request(
         _Engine(ground, hardware, choice, bound).request(batch, prompt, output)
     if output > 1:
         nodes.derive("tpot_s", "decode_s / steps", "s", "each token after the first")
-        nodes.derive("tokens_per_s_per_sequence", "steps / decode_s", "1/s", "tokens after the first, one sequence")
-    nodes.derive("throughput_tokens_per_s", "B * output / e2e_s", "1/s", "tokens of the batch over its whole time")
+        nodes.derive("tokens_per_s_per_sequence", "steps / decode_s", "tokens/s", "after the first, of one sequence")
+    nodes.derive("throughput_tokens_per_s", "B * output / e2e_s", "tokens/s", "tokens of the batch over its whole time")
     return tuple(nodes.nodes.values())
 
 

@@ -16,7 +16,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.derivation import Derivation
 from roofline.hardware import Hardware
 from roofline.timing import kernels
-from roofline.timing.efficiency import Efficiency
+from roofline.timing.efficiency import Efficiency, load_table
 from roofline.timing.step import Layout, Steps, _Fold
 
 Arrays = dict[str, Any]
@@ -94,7 +94,8 @@ class Constants:
     def of(self, group: str, only: str = "") -> list[str]:
         """Names of what a group of kernels reads; `only` keeps the constants that start so."""
         owner = dict(self.eff.sources).get(group, "")
-        where = f"kernels measured on {owner}" + ("" if owner == self.chip.id else ", the nearest chip that has some")
+        nearest = "" if owner == self.chip.id else f", {owner}: the nearest chip that has some"
+        where = _fitted_on(owner, group) + nearest
         names = [
             figure_leaf(self.nodes, self.chip, name) for name in ("sm_count", "l2_bytes") if self.chip.number(name)
         ]
@@ -107,5 +108,13 @@ class Constants:
                 source = f"{field.metadata['meaning']}; {where}"
                 names.append(self.nodes.leaf(name, value, field.metadata["unit"], "fitted", source))
             else:
-                names.append(self.nodes.leaf(name, value, "count", "exact", f"how the kernel is built, {owner}"))
+                names.append(self.nodes.leaf(name, value, "count", "exact", f"how the kernel is built; {where}"))
         return names
+
+
+def _fitted_on(owner: str, group: str) -> str:
+    """Where a group's measurements come from, and how many they are."""
+    table = load_table(owner).get(group, {})
+    rows = table.get("own_rows", {}).get("rows")
+    source = str(table.get("source", f"kernels measured on {owner}"))
+    return source + (f", {rows:,} rows" if rows else "")
