@@ -350,7 +350,7 @@ def _kinds(policy: DtypePolicy) -> dict[str, Any]:
 def _origin(model: str) -> str:
     """Where the config's integers come from, for a derivation."""
     known = known_facts(model)
-    return f"the config of {known.hf_id}" if known else "config.json"
+    return f"config.json of {known.hf_id} ({known.source})" if known else "config.json"
 
 
 def read_step(

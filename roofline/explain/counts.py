@@ -61,7 +61,7 @@ def explain_config(ground: Ground) -> None:
 
     def field(letter: str, name: str) -> None:
         text = LEGEND.get(letter, "feed-forward width of these experts")
-        nodes.leaf(letter, getattr(config, name), "count", "exact", f"{name} of {ground.origin}: {text}")
+        nodes.leaf(letter, getattr(config, name), "count", "exact", f"{name}, {text}; {ground.origin}")
 
     for letter, name in _FIELDS.items():
         field(letter, name)

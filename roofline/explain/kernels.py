@@ -73,8 +73,10 @@ def kernel_functions(chip: Hardware, eff: Efficiency) -> dict[str, Callable[...,
         sizes = (prompts, chunk, reached, heads, kv_heads, width)
         return kernels.attention_prefill_s(*sizes, kv_bytes=kv_bytes, **own)
 
-    def moe_s(tokens: Any, hidden: Any, width: Any, per_token: Any, experts: Any, distinct: Any, bits: Any) -> Any:
-        return kernels.moe_s(tokens, hidden, width, per_token, experts, distinct, weight_bits=bits, **own)
+    def moe_s(
+        tokens: Any, hidden: Any, width: Any, per_token: Any, experts: Any, distinct: Any, bits: Any, rows: Any
+    ) -> Any:
+        return kernels.moe_s(tokens, hidden, width, per_token, experts, distinct, weight_bits=bits, rows=rows, **own)
 
     return functions | {
         "attention_decode_s": attention_decode_s,

@@ -224,23 +224,38 @@ class PhaseKernels:
         width = self.layout.weight_bits.get("experts_gate_up_proj", 16.0)
         op = next(op for op in ops_of(self.config) if op.name == "experts_gate_up_proj")
         bits, peak, narrow = self._bits(op, width), self._peak("bfloat16"), self._peak(self.layout.compute_dtype)
+        # Devices share each expert's width, or the experts.
+        each, whole = ("F_experts", " / tp") if self.layout.expert_parallel else ("F_experts / tp", "")
+        calls, floors, shares, values = [], [], [], []
+        for tokens, distinct in zip(self.tokens, self._distinct(), strict=True):
+            rows = f"{tokens} * A{whole}"
+            work, moved = f"6 * {rows} * D * {each} / {narrow}", f"3 * {distinct}{whole} * D * {each} * {bits} / 8"
+            memory = f"{moved} / {self.speed}"
+            here = f"max({distinct}{whole}, 1)"
+            calls.append(f"moe_s({tokens}, D, {each}, A, E{whole}, {here}, {bits}, {rows})")
+            floors.append(f"max({work}, {memory}) * L_sparse")
+            shares.append(f"({work}) ** 2 / (({memory}) ** 2 + ({work}) ** 2)")
+            values.append(evaluate(shares[-1], self.nodes.values))
+        if narrow != peak:  # the kernels were measured in 16 bits
+            source = "the part of it that waits for arithmetic, which narrow operands speed up"
+            faster = self.each("experts.compute_share", "1", shares, values, source)
+            calls = [
+                f"{call} * (1 - {part} * (1 - {peak} / {narrow}))" for call, part in zip(calls, faster, strict=True)
+            ]
+        floored = [f"max({call} * L_sparse, {floor})" for call, floor in zip(calls, floors, strict=True)]
         read = [*self.constants.of("moe"), peak, self.speed]
-        calls, floors = [], []
-        for index, tokens in enumerate(self.tokens):
-            if self.layout.experts:
-                distinct = f"{self.key.removeprefix('engine.')}.distinct"
-            else:
-                value = self.recorder.steps.tokens[index]
-                total, chosen = self.config.num_experts, self.config.num_experts_per_tok
-                formula = f"E * (1 - (1 - A / E) ** {tokens})"
-                key = self.key if len(set(self.tokens)) == 1 else self.keys[index]
-                source = "distinct experts that a layer is expected to read, uniform routing"
-                made = total * (1 - (1 - chosen / total) ** float(value))
-                distinct = self.nodes.derive(f"{key}.distinct", formula, "count", source, made)
-            calls.append(f"moe_s({tokens}, D, F_experts / tp, A, E, {distinct}, {bits}) * L_sparse")
-            work, moved = f"6 * {tokens} * A * D * F_experts / tp", f"3 * {distinct} * D * F_experts / tp * {bits} / 8"
-            floors.append(f"max({work} / {narrow}, {moved} / {self.speed}) * L_sparse")
-        return calls, floors, read, "grouped products with sorting, activation and sum (roofline.timing.kernels.moe_s)"
+        text = "grouped products with sorting, activation and sum (roofline.timing.kernels.moe_s)"
+        return floored, floors, read, text
+
+    def _distinct(self) -> list[str]:
+        """Names of the distinct experts that a layer reads, for each kind of step."""
+        if self.layout.experts:
+            return [f"{self.key.removeprefix('engine.')}.distinct"] * self.count
+        total, chosen = self.config.num_experts, self.config.num_experts_per_tok
+        made = total * (1 - (1 - chosen / total) ** self.steps.tokens)
+        formulas = [f"E * (1 - (1 - A / E) ** {tokens})" for tokens in self.tokens]
+        source = "distinct experts that a layer is expected to read, uniform routing"
+        return self.each("distinct", "count", formulas, made, source)
 
     def _collectives(self, kind: str) -> tuple[list[str], list[str], list[str], str]:
         peer = self.chip.peer_link
