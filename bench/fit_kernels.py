@@ -1,8 +1,9 @@
-"""Fits the kernel constants of each chip that has a folder of kernel times: `python bench/fit_kernels.py FOLDER`.
+"""Fits the kernel constants of each chip that has kernel times: `python bench/fit_kernels.py ../shared/measurements`.
 
-FOLDER holds one folder for each chip (../shared/measurements/kernels). Writes roofline/data/efficiency/CHIP.toml, the
-same bytes each time: constants with unit and bounds, what they were fitted on, the error there and on rows and shapes
-that a fit didn't see (each half from the other; a quarter of the shapes from the rest). numpy only.
+That folder holds kernels/ with one folder for each chip, and published.csv, whose kernel rows serve where there is no
+such folder. Writes roofline/data/efficiency/CHIP.toml, the same bytes each time: constants with unit and bounds, what
+they were fitted on, the error there and on rows and shapes that a fit didn't see (each half from the other; a quarter
+of the shapes from the rest). numpy only.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import dataclasses
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,13 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kernel_csv import Table
 from kernel_least_squares import Bounds, fit_log
+from kernel_published import published_tables
 from kernel_starts import KERNELS, SOURCES, STARTS, WEIGHTS
 from kernel_tables import chip_of, read_folder
 
 from qwenjax.errors import InputError
-from roofline.hardware import Hardware
+from roofline.hardware import Hardware, load_hardware
 from roofline.timing.efficiency import GROUPS, Efficiency
 
+_HEAD: Final = "# Written by bench/fit_kernels.py from published kernel times; change what it fits, not this.\n"
 _DIGITS: Final = 4
 _FIT_ROWS: Final = 3000  # of a table, drawn by lot: fifteen constants don't need more
 _HELD_OUT_ROWS: Final = 1500
@@ -159,41 +162,47 @@ def _percent(errors: Errors) -> str:
     return f"{errors.median:.1%}/{errors.p90:.1%} of {errors.rows}"
 
 
-def fit_folder(folder: Path) -> tuple[str, str]:
-    """A chip's id and the text of its file."""
-    chip = chip_of(folder)
-    if chip.id not in STARTS:
-        known = ", ".join(STARTS)
-        raise InputError(
-            "chip", chip.id, "has no starting values", f"Add them to bench/kernel_starts.py. Known: {known}"
-        )
-    crowded = bool(KERNELS.get((chip.id, "moe"), {}).get("crowds_first_rank"))
-    tables, skipped = read_folder(folder, crowded)
-    for row in skipped:
-        print(f"skipped {row.file}:{row.line}: {row.reason}", file=sys.stderr)
-    head = (
-        "# Written by bench/fit_kernels.py from published kernel times; change the starting values there, not this.\n"
-    )
-    texts = [
-        group_text(GroupFit(chip, group, [table for table in tables if table.group == group]))
-        for group in STARTS[chip.id]
-    ]
-    return chip.id, head + "\n" + "\n".join(texts)
+def fit_tables(chip: Hardware, tables: Sequence[Table]) -> str:
+    """The text of a chip's file, from the tables of its kernels."""
+    head = _HEAD
+    groups = [GroupFit(chip, group, [table for table in tables if table.group == group]) for group in STARTS[chip.id]]
+    return head + "\n" + "\n".join(group_text(fit) for fit in groups)
+
+
+def read_tables(folder: Path, published: Mapping[str, Sequence[Table]]) -> dict[str, list[Table]]:
+    """The tables of every chip: those of its folder, and published rows of a kind that no folder has."""
+    found: dict[str, list[Table]] = {}
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        chip = chip_of(path)
+        if chip.id not in STARTS:
+            remedy = f"Add them to bench/kernel_starts.py. Known: {', '.join(STARTS)}"
+            raise InputError("chip", chip.id, "has no starting values", remedy)
+        crowded = bool(KERNELS.get((chip.id, "moe"), {}).get("crowds_first_rank"))
+        found[chip.id], skipped = read_folder(path, crowded)
+        for row in skipped:
+            print(f"skipped {row.file}:{row.line}: {row.reason}", file=sys.stderr)
+    for name, tables in published.items():
+        if name not in STARTS:
+            continue
+        own = found.setdefault(name, [])
+        had = {table.group for table in own}
+        own += [table for table in tables if table.group not in had or "packed" in table.kernel]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fits every folder and writes the files; 2 where a folder can't be used."""
-    parser = argparse.ArgumentParser(description="Fit kernel constants to folders of kernel times.")
-    parser.add_argument("folder", type=Path, help="the folder that holds one folder for each chip")
-    parser.add_argument("--only", help="one chip's folder name")
+    """Fits every chip and writes the files; 2 where the measurements can't be used."""
+    parser = argparse.ArgumentParser(description="Fit kernel constants to kernel times.")
+    parser.add_argument("measurements", type=Path, help="the folder that holds kernels/ and published.csv")
+    parser.add_argument("--only", metavar="ID", help="one chip")
     default = Path(__file__).resolve().parent.parent / "roofline" / "data" / "efficiency"
     parser.add_argument("-o", "--output", type=Path, default=default, help="where the files go")
     options = parser.parse_args(argv)
     try:
-        folders = sorted(path for path in options.folder.iterdir() if path.is_dir())
-        for folder in folders:
-            if options.only in (None, folder.name):
-                chip, text = fit_folder(folder)
+        published = published_tables(options.measurements / "published.csv")
+        for chip, tables in read_tables(options.measurements / "kernels", published).items():
+            if options.only in (None, chip):
+                text = fit_tables(load_hardware(chip), tables)
                 (options.output / f"{chip}.toml").write_text(text, encoding="utf-8")
     except (InputError, OSError) as problem:
         print(problem, file=sys.stderr)

@@ -14,10 +14,11 @@ SOURCES: Final = {
     "a100-80gb-sxm": f"vLLM 0.14 kernels on A100-SXM4-80GB: {_AICONFIGURATOR}",
     "h100-sxm": f"vLLM 0.19 kernels on H100-SXM5-80GB: {_AICONFIGURATOR}",
     "rtx-4090": f"vLLM 0.19 kernels of Llama-3.1-8B: {_LLMSERVINGSIM}",
+    "a40": "published rows of microsoft/vidur, commit 7d475133",
     "rtx-pro-6000": f"vLLM fused MoE of Qwen3-30B-A3B: {_LLMSERVINGSIM}",
 }
 # Of one row in the fit: pure phases are few beside the mixed batches, and most of what engines run.
-WEIGHTS: Final = {"attention decode": 20.0, "attention prefill": 20.0, "lm_head": 4.0}
+WEIGHTS: Final = {"published packed experts": 20.0, "attention decode": 20.0, "attention prefill": 20.0, "lm_head": 4.0}
 KERNELS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("a100-80gb-sxm", "attention"): {
         "rows_per_block": 64,
@@ -88,6 +89,7 @@ STARTS: Final[dict[str, dict[str, dict[str, float]]]] = {
             "launch_s": 4e-05,
             "compute_fraction": 0.39,
             "half_tile": 560.0,
+            "unpack_fraction": 0.134,
             "sm_load_bytes_per_s": 50000000000.0,
             "tile_start_s": 1e-07,
             "memory_fraction": 0.83,
@@ -163,6 +165,7 @@ STARTS: Final[dict[str, dict[str, dict[str, float]]]] = {
             "launch_s": 2.4e-05,
             "compute_fraction": 0.69,
             "half_tile": 1400.0,
+            "unpack_fraction": 0.134,
             "sm_load_bytes_per_s": 54000000000.0,
             "tile_start_s": 1.8e-06,
             "memory_fraction": 0.97,
@@ -249,11 +252,31 @@ STARTS: Final[dict[str, dict[str, dict[str, float]]]] = {
             "sampler_l2_speed": 3.0,
         },
     },
+    "a40": {
+        "gemm": {
+            "launch_s": 4.5e-06,
+            "compute_fraction": 0.78,
+            "half_tile": 50.0,
+            "sm_load_bytes_per_s": 1e11,
+            "tile_start_s": 1e-06,
+            "sm_store_bytes_per_s": 1e11,
+            "split_s": 1e-06,
+            "split_bytes_per_s": 2e12,
+            "memory_fraction": 0.82,
+            "wide_memory_fraction": 0.78,
+            "sharpness": 3.5,
+            "wave_overlap": 0.5,
+            "vector_launch_s": 3.4e-06,
+            "vector_sm_bytes_per_s": 1.2e10,
+            "vector_step_s": 2e-10,
+        },
+    },
     "rtx-pro-6000": {
         "moe": {
             "launch_s": 2.4e-05,
             "compute_fraction": 0.69,
             "half_tile": 1400.0,
+            "unpack_fraction": 0.134,
             "sm_load_bytes_per_s": 54000000000.0,
             "tile_start_s": 1.8e-06,
             "memory_fraction": 0.9,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -31,7 +30,14 @@ Folder = Callable[..., Path]
 def bench() -> dict[str, ModuleType]:
     if str(BENCH) not in sys.path:
         sys.path.insert(0, str(BENCH))
-    names = ("kernel_tables", "kernel_routing", "kernel_least_squares", "score_kernels", "fit_kernels")
+    names = (
+        "kernel_tables",
+        "kernel_routing",
+        "kernel_least_squares",
+        "score_kernels",
+        "fit_kernels",
+        "kernel_published",
+    )
     return {name: importlib.import_module(name) for name in names}
 
 
@@ -228,16 +234,36 @@ def test_least_squares_stays_within_bounds(bench: dict[str, ModuleType]) -> None
     assert 1.9 < found <= 2
 
 
-def test_a_fit_gives_the_packaged_constants_again(bench: dict[str, ModuleType], shared: Path, tmp_path: Path) -> None:
-    folder = shared / "measurements" / "kernels" / "rtx-pro-6000"
-    chip, text = bench["fit_kernels"].fit_folder(folder)
-    assert (chip, text) == bench["fit_kernels"].fit_folder(folder)
-    fitted, packaged = tomllib.loads(text)["moe"], load_table("rtx-pro-6000")["moe"]
-    assert fitted["constants"].keys() == packaged["constants"].keys()
-    for name, entry in fitted["constants"].items():
-        assert entry["value"] == pytest.approx(packaged["constants"][name]["value"], rel=0.02), name
-    ran = bench["fit_kernels"].main([str(shutil.copytree(folder, tmp_path / "k" / "nameless").parent), "-o", "/"])
-    assert ran == 2  # a folder that isn't named after a chip
+def test_a_fit_gives_the_packaged_constants_again(bench: dict[str, ModuleType], shared: Path) -> None:
+    fits = bench["fit_kernels"]
+    published = bench["kernel_published"].published_tables(shared / "measurements" / "published.csv")
+    for chip, name in (("rtx-pro-6000", "moe"), ("a40", "gemm")):
+        folder = shared / "measurements" / "kernels" / chip
+        tables = bench["kernel_tables"].read_folder(folder)[0] if folder.is_dir() else published[chip]
+        text = fits.fit_tables(load_hardware(chip), tables)
+        assert text == fits.fit_tables(load_hardware(chip), tables)
+        fitted, packaged = tomllib.loads(text)[name]["constants"], load_table(chip)[name]["constants"]
+        assert fitted.keys() == packaged.keys()
+        for constant, entry in fitted.items():
+            assert entry["value"] == pytest.approx(packaged[constant]["value"], rel=0.02), constant
+
+
+def test_a_folder_of_measurements_that_is_not_there_is_one_error(
+    bench: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench["fit_kernels"].main([str(tmp_path / "nowhere")]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "nowhere" / "published.csv") in told
+    assert told.count("\n") == 1
+
+
+def test_published_rows_serve_where_no_folder_has_their_kind(bench: dict[str, ModuleType], shared: Path) -> None:
+    measurements = shared / "measurements"
+    published = bench["kernel_published"].published_tables(measurements / "published.csv")
+    found = bench["fit_kernels"].read_tables(measurements / "kernels", published)
+    assert {table.kernel for table in found["a40"]} == {"published gemm"}
+    assert "published packed experts" in {table.kernel for table in found["h100-sxm"]}
+    assert "published gemm" not in {table.kernel for table in found["h100-sxm"]}
 
 
 # What the constants reach on the published tables; bench/fit_kernels.py tells the same of rows that a fit didn't see.

@@ -171,7 +171,8 @@ def test_a_chip_without_measurements_says_whose_it_uses() -> None:
 @pytest.mark.parametrize(
     ("chip", "nearest"),
     [
-        ("a10", "rtx-4090"),
+        ("a10", "a40"),
+        ("rtx-3090", "rtx-4090"),
         ("a100-40gb-sxm", "a100-80gb-sxm"),
         ("l4", "rtx-4090"),
         ("l40s", "rtx-4090"),
@@ -210,6 +211,18 @@ def test_a_missing_constant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError) as caught:
         load_group("rtx-4090", "gemm")
     assert str(caught.value) == "gemm.launch_s: is missing. Run bench/fit_kernels.py again"
+
+
+def test_a_workstation_card_is_not_taken_for_a_geforce_one() -> None:
+    sources = {chip: dict(load_efficiency(load_hardware(chip))[0].sources) for chip in ("a6000", "rtx-3090-ti")}
+    assert [sources[chip]["gemm"] for chip in sources] == ["a40", "rtx-4090"]
+    assert [sources[chip]["attention"] for chip in sources] == ["rtx-4090", "rtx-4090"]
+
+
+def test_experts_with_packed_weights_gain_less_than_their_bytes() -> None:
+    on = parts("h100-sxm")
+    shape = (512, 2048, 768, 8, 128, 128)
+    assert moe_s(*shape, weight_bits=4.25, **on) > moe_s(*shape, weight_bits=8, **on)
 
 
 def test_only_what_is_asked_to_be_resident_comes_from_l2() -> None:

@@ -110,6 +110,7 @@ class MoeEfficiency:
     launch_s: float = constant("s", 1e-6, 8e-5, "sorting, activation, sum and the launches of all")
     compute_fraction: float = constant("1", 0.1, 1.0, "share of the peak rate of one SM that a very large tile reaches")
     half_tile: float = constant("count", 10.0, 2e4, _HALF_TILE)
+    unpack_fraction: float = constant("1", 0.05, 1.0, "share of that rate where narrower weights are unpacked first")
     sm_load_bytes_per_s: float = constant("B/s", 5e9, 4e11, _LOAD)
     tile_start_s: float = constant("s", 1e-8, 2e-5, _START)
     memory_fraction: float = constant("1", 0.4, 1.0, _MEMORY)
@@ -189,7 +190,7 @@ GROUPS: Final[dict[str, type]] = {
     "allreduce": AllreduceEfficiency,
     "elementwise": ElementwiseEfficiency,
 }
-FITTED: Final = ("a100-80gb-sxm", "h100-sxm", "rtx-4090", "rtx-pro-6000")
+FITTED: Final = ("a100-80gb-sxm", "h100-sxm", "rtx-4090", "rtx-pro-6000", "a40")
 # Nearest first. 8.6, 8.9 and 12.0 share the small shared memory, warp-level matrix instructions and GDDR memory.
 _GEFORCE: Final = ("rtx-4090", "rtx-pro-6000", "a100-80gb-sxm", "h100-sxm")
 _NEAREST: Final = {
@@ -203,6 +204,8 @@ _NEAREST: Final = {
     "12.0": ("rtx-pro-6000", "rtx-4090", "a100-80gb-sxm", "h100-sxm"),
 }
 _OTHERS: Final = ("h100-sxm", "rtx-4090")
+# Of one SM and clock: GeForce cards take half the rate of their workstation siblings, which power holds back instead.
+_HALF_RATE_FLOPS: Final = 768
 
 
 @cache
@@ -251,9 +254,17 @@ def _compose(order: tuple[str, ...]) -> Efficiency:
 def load_efficiency(chip: Hardware) -> tuple[Efficiency, str]:
     """The constants that serve this chip, and a sentence that says which chips their groups were fitted on."""
     near = _NEAREST.get(chip.compute_capability, _OTHERS)
+    if chip.compute_capability == "8.6" and not _is_half_rate(chip):
+        near = ("a40", *near)
     order = tuple(dict.fromkeys(((chip.id,) if chip.id in FITTED else ()) + near + FITTED))
     efficiency = _compose(order)
     return efficiency, _told(chip, efficiency)
+
+
+def _is_half_rate(chip: Hardware) -> bool:
+    if not chip.sm_count or not chip.boost_clock_hz:
+        return True
+    return chip.flops_per_s("bfloat16") / (chip.sm_count * chip.boost_clock_hz) < _HALF_RATE_FLOPS
 
 
 def _told(chip: Hardware, efficiency: Efficiency) -> str:

@@ -238,6 +238,8 @@ class _GroupedProduct:
         full = self.rows / most(self.distinct, 1e-9) / rows
         blocks = self.distinct * most(1.0, full + 0.5 * least(1.0, full))
         rate = peak_flops_per_s(self.chip) / sms * self.eff.compute_fraction * area / (area + self.eff.half_tile)
+        if self.weight < 1:
+            rate = rate * self.eff.unpack_fraction
         step = max(2.0 * area / rate, (rows * 2.0 + columns * self.weight) / self.eff.sm_load_bytes_per_s)
         each = ceil_div(k, 64) * 64 * step + self.eff.tile_start_s
         return _waves(blocks * ceil_div(n, columns), sms, self.eff.wave_overlap) * each
