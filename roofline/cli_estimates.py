@@ -44,7 +44,6 @@ from roofline.cli_options import (
     whole_number,
 )
 from roofline.count import DtypePolicy, count_params, count_step, distinct_experts
-from roofline.explain import explain_request, explain_step
 from roofline.formulas import tokens_to_touch
 from roofline.hardware import load_hardware
 from roofline.memory import GPU_MEMORY_UTILIZATION, MAX_NUM_BATCHED_TOKENS, plan_memory
@@ -153,11 +152,12 @@ def step(
         measured = report.measured_record(counts, tokens, seconds, timed[1] if timed else None)
     record = report.step_record(config, asked, phase, settings, counts, timed, measured)
     if explain:
+        from roofline.explain import explain_step  # here and below: what only a derivation needs
+
         kinds = {**conventions, "mesh": mesh, "bandwidth": memory_bandwidth(bandwidth)}
         chip_or_none = timed[0] if timed else None
         record["explanation"] = explain_step(config, asked, chip_or_none, policy, origin=_origin(model), **kinds)
-    text = report.explained(report.step_text) if explain else report.step_text
-    _show(record, text, (*notes, *defaults), as_json)
+    _show(record, _explained(report.step_text, record), (*notes, *defaults), as_json)
     if measured and measured["problems"]:
         say("\n".join(measured["problems"]))
         raise typer.Exit(CHECK_FAILED)
@@ -189,6 +189,7 @@ def predict(
     roofline predict Qwen2.5-7B --hardware rtx-4090 --prompt 1024 --output 256 --batch 1..64
     roofline predict Qwen3-32B --hardware h100-sxm --prompt 4096 --output 512 --batch 1,8,64 --tp 2
     roofline predict Qwen2.5-7B --hardware rtx-4090 --prompt 1024 --output 256 --profile vllm
+    roofline predict Qwen2.5-7B --hardware rtx-4090 --prompt 1024 --output 256 --profile vllm --explain
     """
     config, policy, notes = _load(model, dtype, kv_dtype, weights)
     chip, mesh, wide = load_hardware(hardware), mesh_of(tp, ep), memory_bandwidth(bandwidth)
@@ -208,10 +209,12 @@ def predict(
     prediction = predict_requests(config, chip, batch=sizes, profile=profile, **arguments)
     record = report.predict_record(config, chip, device_of(chip, policy, wide), settings, prediction)
     if explain:
+        from roofline.explain import explain_request
+
         lengths = {"prompt": settings["prompt"], "output": settings["output"], "batch": sizes[0], "profile": profile}
         kinds = {"experts": settings["experts"], "mesh": mesh, "bandwidth": wide}
         record["explanation"] = explain_request(config, chip, policy, origin=_origin(model), **lengths, **kinds)
-    _show(record, report.explained(report.predict_text) if explain else report.predict_text, notes, as_json)
+    _show(record, _explained(report.predict_text, record), notes, as_json)
 
 
 def memory(
@@ -351,6 +354,17 @@ def _origin(model: str) -> str:
     """Where the config's integers come from, for a derivation."""
     known = known_facts(model)
     return f"config.json of {known.hf_id} ({known.source})" if known else "config.json"
+
+
+def _explained(
+    text: Callable[[Any], Iterable[str | Table]], record: Mapping[str, Any]
+) -> Callable[[Any], Iterable[str | Table]]:
+    """The text of a record and of its derivation, where it holds one."""
+    if "explanation" not in record:
+        return text
+    from roofline.report.explain import explained
+
+    return explained(text)
 
 
 def read_step(

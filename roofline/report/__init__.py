@@ -14,7 +14,6 @@ from roofline.report.catalogue import (
     models_text,
 )
 from roofline.report.experts import experts_record, experts_text
-from roofline.report.explain import explained, explanation_text
 from roofline.report.memory import memory_record, memory_text
 from roofline.report.params import params_record, params_text
 from roofline.report.request import predict_record, predict_text
@@ -25,8 +24,6 @@ __all__ = [
     "chip_text",
     "experts_record",
     "experts_text",
-    "explained",
-    "explanation_text",
     "hardware_record",
     "hardware_text",
     "measured_record",
