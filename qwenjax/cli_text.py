@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,12 +67,11 @@ def generate(
     }
     path = _checked(folder, dtype, kv_dtype)
     sampling = _sampling(path, given, checkpoint_sampling, seed, len(prompt))
-    with enough_memory():
-        checkpoint = _load(path, dtype)
-        encoded = [_encode(checkpoint.text, text, chat) for text in prompt]
-        options = _options(checkpoint, encoded, sampling, max_new_tokens, seed, kv_dtype)
-        session = Session(checkpoint, encoded, options, stop or [], loud=not as_json)
-        session.run()
+    checkpoint = _load(path, dtype)
+    encoded = [_encode(checkpoint.text, text, chat) for text in prompt]
+    options = _options(checkpoint, encoded, sampling, max_new_tokens, seed, kv_dtype)
+    session = Session(checkpoint, encoded, options, stop or [], loud=not as_json)
+    session.run()
     record = {**session.record(prompt), "sampling": sampling}
     _say_full(record, checkpoint.config.context_length)
     if as_json:
@@ -95,22 +93,8 @@ def score(
     qwenjax score path/to/Qwen3-0.6B --text story.txt
     """
     words = _read_text(text)
-    with enough_memory():
-        record = _score_record(_load(_checked(folder, dtype, kv_dtype), dtype), words, text, kv_dtype)
+    record = _score_record(_load(_checked(folder, dtype, kv_dtype), dtype), words, text, kv_dtype)
     show(record, _score_text, as_json)
-
-
-@contextmanager
-def enough_memory() -> Iterator[None]:
-    """Tells by one message that the device or the machine has too little memory for what runs inside."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:  # JAX's is a RuntimeError
-        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        first_line = (str(error).strip().splitlines() or ["out of memory"])[0].rstrip(".")
-        remedy = "Ask for fewer tokens or prompts, or a narrower --dtype or --kv-dtype."
-        raise InputError("memory", None, f"isn't enough ({first_line})", remedy) from None
 
 
 def _checked(folder: str, dtype: str | None, kv_dtype: str | None) -> Path:

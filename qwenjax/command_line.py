@@ -26,6 +26,7 @@ CHECK_FAILED = 1  # exit statuses
 UNUSABLE_INPUT = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141  # as shells report a command that SIGPIPE ended
+_LESS = "Ask for less at once: fewer tokens, prompts or layers, a smaller batch, or a narrower dtype."
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # where JAX looks too: Linux, containers, WSL2
 
 
@@ -41,6 +42,12 @@ def run(app: typer.Typer, name: str, args: Sequence[str] | None = None) -> NoRet
         status = int(finished.code or 0)
     except InputError as error:
         say(str(error))
+        status = UNUSABLE_INPUT
+    except (MemoryError, RuntimeError) as error:  # JAX's is a RuntimeError
+        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        first_line = (str(error).strip().splitlines() or ["out of memory"])[0].rstrip(".")
+        say(str(InputError("memory", None, f"isn't enough ({first_line})", _LESS)))
         status = UNUSABLE_INPUT
     except KeyboardInterrupt:
         status = INTERRUPTED

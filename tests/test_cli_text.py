@@ -309,7 +309,7 @@ def test_weights_that_give_no_numbers_are_told(folder: Path, tmp_path: Path) -> 
 
 
 def test_too_little_memory_is_one_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    remedy = "Ask for fewer tokens or prompts, or a narrower --dtype or --kv-dtype."
+    remedy = "Ask for less at once: fewer tokens, prompts or layers, a smaller batch, or a narrower dtype."
 
     def failing(error: BaseException) -> Any:
         def init_cache(*args: Any) -> None:
