@@ -29,7 +29,7 @@ def module_names(config: ModelConfig, weight: Weight, layer: int) -> Iterator[st
 
 
 def is_kept(names: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a module is named: itself, a parent, its last parts, or by a pattern (`*`, or `re:` and an expression)."""
+    """Whether a module is named: itself, a parent, its last parts, or by a pattern (`*`, or `re:` before it)."""
     plain = {name for name in names if "*" not in name and not name.startswith("re:")}
     patterns = [translate(name) for name in names if "*" in name and not name.startswith("re:")]
     patterns += [f"(?:{name.removeprefix('re:')})" for name in names if name.startswith("re:")]
