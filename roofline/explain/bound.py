@@ -79,6 +79,7 @@ def figure_leaf(nodes: Derivation, chip: Hardware, name: str) -> str:
     """A chip's figure as a leaf."""
     figure: Figure = chip.figures[name]
     source = ", ".join(part for part in (figure.source, figure.date, figure.note) if part)
+    source = source.replace("; ", ", ")  # what stands before a semicolon is told beside the number
     if figure.kind in _KINDS:
         source = f"{figure.kind}: {source}"
     return nodes.leaf(f"chip.{name}", figure.value, figure.unit, _KINDS.get(figure.kind, figure.kind), source)

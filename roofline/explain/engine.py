@@ -86,7 +86,9 @@ class _Engine:
             return ""
         value = self.engine.scheme(key)[SCHEME_KINDS.index(kind)]
         meaning, own = CONSTANTS[f"scheme_{kind}"].meaning, kind in self.profile.schemes.get(key, {})
-        source = f"{meaning}; {key} of profile {self.profile.name}" + ("" if own else ", taken from one of this width")
+        source = f"{meaning}; {key} of profile {self.profile.name}" + (
+            "" if own else ", which has no rows of it: one as wide, or a usual value"
+        )
         return self.nodes.leaf(
             f"profile.{key.replace('-', '_')}_{kind}", value, "1", "fitted" if own else "estimate", source
         )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from qwenjax.ops import Op, as_product, ops_of
+from qwenjax.ops import WEIGHTS, Op, as_product, ops_of
 from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
@@ -143,8 +143,9 @@ class PhaseKernels:
         return taken, floors
 
     def _bits(self, op: Op, width: float) -> str:
+        own = {f"bits.{weight.name}" for weight in WEIGHTS if weight.leaf in op.leaves}
         tensors = [name for name in self.nodes.values if name.startswith("bits.")]
-        tensors = [name for name in tensors if name not in ("bits.activation", "bits.kv")]
+        tensors = sorted(set(tensors) - {"bits.activation", "bits.kv"}, key=lambda name: (name not in own, name))
         source = "mean stored bits of its weights, scales included"
         close = [name for name in tensors if math.isclose(self.nodes.values[name], width, rel_tol=1e-12)]
         return close[0] if close else self.nodes.leaf(f"engine.bits.{op.name}", width, "bit", "exact", source)

@@ -132,8 +132,9 @@ def _groups(lines: Sequence[tuple[_Place, Node]]) -> list[tuple[str, list[tuple[
 def value_text(node: Node) -> str:
     """The value with its unit: counts, FLOPs and bytes in full, the rest with a prefix."""
     if node.unit in ("count", "bit", "FLOP", "B"):
-        unit = {"count": "", "bit": " bit"}.get(node.unit, f" {node.unit}")
-        return f"{whole(node.value)}{unit}"
+        if node.unit == "bit":
+            return f"{_scaled(node)} bit"
+        return whole(node.value) if node.unit == "count" else f"{whole(node.value)} {node.unit}"
     return _scaled(node)
 
 
@@ -141,7 +142,7 @@ def _scaled(node: Node) -> str:
     if node.unit == "count":
         return whole(node.value)
     if node.unit in ("1", "bit"):
-        return f"{node.value:.5g}"
+        return f"{node.value:.6g}"
     if node.unit in ("1/s", "tokens/s"):
         return f"{node.value:,.2f} {node.unit}" if node.value < 1e6 else quantity(node.value, node.unit)
     return quantity(node.value, node.unit)
@@ -154,11 +155,10 @@ def _formula(node: Node, by_name: Mapping[str, Node]) -> str:
     place, text = _place(node.name), ast.unparse(ast.parse(node.formula, mode="eval"))
     if text in by_name:
         return f"= {_short(text, place)}"
-    terms = text.count(" + ") + 1
-    if terms > _MOST_TERMS:
-        return f"= {terms} terms: {node.source}"
     names = _signs(_NAME.sub(lambda match: _short(match[0], place) if match[0] in by_name else match[0], text))
     numbers = _signs(_NAME.sub(lambda match: _scaled(by_name[match[0]]) if match[0] in by_name else match[0], text))
+    if text.count(" + ") >= _MOST_TERMS:
+        return f"= {numbers if len(numbers) <= 2 * _LONGEST_FORMULA else node.source}"
     told = [part for part in (names, numbers) if len(part) <= _LONGEST_FORMULA]
     if not told and len(names) <= 1.5 * _LONGEST_FORMULA:
         told = [names]
