@@ -26,8 +26,8 @@ _CHIPS: Final = {
     "a100-sxm4-80gb": "a100-80gb-sxm",
     "a100-sxm4-40gb": "a100-40gb-sxm",
     "a100-pcie-80gb": "a100-80gb-pcie",
+    "a100-sxm": "a100-80gb-sxm",
     "h100-sxm5-80gb": "h100-sxm",
-    "h100-sxm": "h100-sxm",
     "h200-sxm": "h200",
     "h200-sxm5-141gb": "h200",
     "b200-sxm": "b200",
@@ -46,7 +46,7 @@ _GEMM_DTYPES: Final = {
 
 def chip_of(folder: Path, name: str | None = None) -> Hardware:
     """The chip that a folder is named after, or the one that is asked for."""
-    key = name or folder.resolve().name.lower()
+    key = (name or folder.resolve().name).lower().replace("_", "-")
     try:
         return load_hardware(_CHIPS.get(key, key))
     except InputError as unknown:
