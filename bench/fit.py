@@ -1,4 +1,4 @@
-"""Fits the engine profiles from the published measurements, and says how well they carry over to what they haven't seen.
+"""Fits the engine profiles from the published measurements, and says how well they carry over to the unseen.
 
     python bench/fit.py [FOLDER] [-o FOLDER] [--check]
 
@@ -24,6 +24,7 @@ from cases import read_cases
 from fit_engine import Row, Stack, fit_engine, make_row
 from fit_groups import FREE, GROUPS, Group
 from fit_write import profile_text
+
 from qwenjax.errors import InputError
 from roofline.count import count_params
 from roofline.profile import Profile, choose_profile
@@ -50,6 +51,7 @@ class Fitted:
     groups: dict[str, Engine]
     engines: dict[str, Engine]
     everyone: Engine
+    counts: dict[str, int]  # rows by group
 
 
 Rows = Mapping[str, Sequence[Row]]  # by group name
@@ -94,15 +96,26 @@ def fit_all(rows: Rows, near: Fitted | None = None, touched: Iterable[str] = ())
             if rows[group.name]:
                 lean = engines[engine] if len(own) > 1 else None
                 groups[group.name] = fit_engine(Stack(rows[group.name]), FREE, group.usual, lean)
-    return Fitted(groups, engines, everyone)
+    return Fitted(groups, engines, everyone, {name: len(group) for name, group in rows.items()})
 
 
 def as_profiles(fitted: Fitted) -> list[Profile]:
     """The fitted groups as profiles to choose from."""
     made = [
-        Profile(g.name, "", "", g.engine, g.versions, g.hardware, e.constants, e.schemes, scheduler=g.scheduler)
+        Profile(
+            g.name,
+            "",
+            "",
+            g.engine,
+            g.versions,
+            g.hardware,
+            engine.constants,
+            engine.schemes,
+            scheduler=g.scheduler,
+            num_rows=fitted.counts[g.name],
+        )
         for g in GROUPS
-        if (e := fitted.groups.get(g.name)) is not None
+        if (engine := fitted.groups.get(g.name)) is not None
     ]
     everyone = fitted.everyone
     return [*made, Profile(ANY, "", "", ANY, (), (), everyone.constants, everyone.schemes, scheduler=Scheduler())]

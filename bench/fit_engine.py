@@ -1,4 +1,4 @@
-"""Least squares of an engine's constants: all rows of a profile at once, with bounds and a leaning to the usual values."""
+"""Least squares of an engine's constants: a profile's rows at once, with bounds and a leaning to the usual values."""
 
 from __future__ import annotations
 

@@ -84,19 +84,18 @@ _CAPTURED_SOURCE: Final = f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of conte
 _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
 _V1: Final = Scheduler(max_num_batched_tokens=2048, max_num_seqs=256, mixes=True)
-_V1_SOURCE: Final = "vLLM V1 server on GPUs other than H100 class: 2048 tokens and 256 sequences a step, prompts join decodes"
+_V1_SOURCE: Final = "vLLM V1 server, not on H100s: 2048 tokens and 256 sequences a step, prompts join decodes"
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"
 _LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
+_LMDEPLOY_SOURCE: Final = "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"
 _LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False)
 _LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens"
 _LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5)}
 _COMPILED: Final = {"prefill_host_layer_s": (3e-5, 5e-5)}  # no Python between the launches of a prompt's step
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
-_TRANSFORMERS: Final = Scheduler(
-    1 << 20, 1024, mixes=False, captured_context=0, flash_attention=False, repeats_kv=True
-)
+_TRANSFORMERS: Final = Scheduler(1 << 20, 1024, mixes=False, captured_context=0, flash_attention=False, repeats_kv=True)
 _TRANSFORMERS_USUAL: Final = {"attention_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
 
 GROUPS: Final = (
@@ -120,9 +119,30 @@ GROUPS: Final = (
     Group("tensorrt-llm", ("1.2",), "a100", _TRT, _TRT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.0",), "h100", _TRT, _TRT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.0",), "h200", _TRT, _TRT_SOURCE, _COMPILED),
-    Group("lmdeploy", ("0.2",), "a100", _LMDEPLOY, "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences", _COMPILED),
-    Group("lmdeploy", ("",), "rtx-4090", _LMDEPLOY, "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences", _COMPILED),
-    Group("lmdeploy", ("2023",), "a10", _LMDEPLOY, "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences", _COMPILED),
+    Group(
+        "lmdeploy",
+        ("0.2",),
+        "a100",
+        _LMDEPLOY,
+        _LMDEPLOY_SOURCE,
+        _COMPILED,
+    ),
+    Group(
+        "lmdeploy",
+        ("",),
+        "rtx-4090",
+        _LMDEPLOY,
+        _LMDEPLOY_SOURCE,
+        _COMPILED,
+    ),
+    Group(
+        "lmdeploy",
+        ("2023",),
+        "a10",
+        _LMDEPLOY,
+        _LMDEPLOY_SOURCE,
+        _COMPILED,
+    ),
     Group("mlc-llm", ("",), "rtx-4090", _BATCH, "one batch"),
     Group("llm-awq", ("",), "rtx-4090", _BATCH, "one batch"),
     Group("gpt-fast", ("2024", ""), "a100", _BATCH, "one batch; torch.compile with CUDA graphs"),
@@ -130,5 +150,12 @@ GROUPS: Final = (
     Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("",), "rtx-3080", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
-    Group("transformers", ("4", "PyTorch", ""), "a100", _TRANSFORMERS, "transformers: op by op, one batch", _TRANSFORMERS_USUAL),
+    Group(
+        "transformers",
+        ("4", "PyTorch", ""),
+        "a100",
+        _TRANSFORMERS,
+        "transformers: op by op, one batch",
+        _TRANSFORMERS_USUAL,
+    ),
 )

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-
 from fit_engine import Row, Stack
 from fit_groups import GROUPS, Group
+
 from roofline.profile import KINDS
 from roofline.timing.engine import CONSTANTS, Engine
 from roofline.timing.scheduling import Scheduler

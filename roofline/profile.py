@@ -17,6 +17,7 @@ from roofline.timing.engine import CONSTANTS, Engine
 from roofline.timing.scheduling import Scheduler
 
 KINDS = ("single", "batched", "prefill")
+FEW_ROWS = 8  # a profile of fewer is taken on another GPU only where none of more is nearly as near
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Profile:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by kind of figure: factors on time
     elsewhere: tuple[float, float] = (0.7, 1.6)  # the same on GPUs and versions that it wasn't fitted on
     scheduler: Scheduler = field(default_factory=Scheduler)
+    num_rows: int = FEW_ROWS  # measurements that it was fitted on
 
     @property
     def engine_constants(self) -> Engine:
@@ -98,6 +100,7 @@ def parse_profile(text: str) -> Profile:
         intervals,
         elsewhere,
         Scheduler(**{key: value for key, value in data["scheduler"].items() if key != "source"}),
+        sum(data["rows"][grade] for grade in ("grade_a", "grade_b")),
     )
 
 
@@ -139,9 +142,7 @@ def find_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
     return choose_profile(known_profiles(), engine, hardware or "", version)
 
 
-def choose_profile(
-    profiles: Sequence[Profile], engine: str, hardware: Hardware | str, version: str = ""
-) -> Choice:
+def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware | str, version: str = "") -> Choice:
     """The profile of an engine that is nearest in GPU architecture, then in version; any engine's where it has none."""
     if not profiles:
         raise InputError("profile", engine, "can't be chosen, no profiles are there", "Fit them with bench/fit.py.")
@@ -152,14 +153,15 @@ def choose_profile(
     def far(profile: Profile) -> tuple[float, str]:
         newest = -0.01 * max((_age(text) for text in profile.versions), default=0)
         apart = min((abs(_age(version) - _age(text)) for text in profile.versions), default=0) if version else newest
-        return 10 * _apart(chip, hardware, profile) + apart, profile.name
+        few = 3.0 if profile.num_rows < FEW_ROWS else 0.0
+        return 10 * _apart(chip, profile) + apart + few, profile.name
 
     best = min(candidates, key=far)
     where = chip.id if chip else str(hardware)
     reasons = []
     if not own:
         reasons.append(f"no profile of {engine} is known")
-    if where and where not in best.hardware:
+    if where and best.hardware and where not in best.hardware:
         reasons.append(f"nothing was fitted on {where}; by architecture {', '.join(best.hardware)} is nearest")
     if version and own and min(abs(_age(version) - _age(text)) for text in best.versions) > 3:
         reasons.append(f"version {version} is far from {', '.join(best.versions)}")
@@ -172,7 +174,7 @@ def _chip(hardware: Hardware | str) -> Hardware | None:
     return load_hardware(hardware) if hardware in known_ids() else None
 
 
-def _apart(chip: Hardware | None, hardware: Hardware | str, profile: Profile) -> float:
+def _apart(chip: Hardware | None, profile: Profile) -> float:
     """0 on the same chip, up to 1 for the same compute capability or architecture, more beyond."""
     if chip is None:
         return 0.0

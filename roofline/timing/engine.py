@@ -1,7 +1,7 @@
 """What an engine adds to its kernels: the constants of a profile, and the time of a step that they give.
 
-Each constant has a meaning, a unit and bounds. Factors are on the seconds of the chip's kernels as they were measured by
-themselves, so an engine with better ones may have a little less than 1; but no kind of kernel ever takes less than the
+Each constant has a meaning, a unit and bounds. Factors are on the seconds of the chip's kernels as they were measured
+by themselves, so an engine with better ones may have less than 1; but no kind of kernel ever takes less than the
 roofline's time of it, and added seconds are at least 0.
 """
 
@@ -48,7 +48,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "request_s": Constant("once a request, before its first token", "s", 0, 2.0, 2e-3, 1e-2),
     "scheme_experts": Constant("further slowdown of routed experts with quantised weights", "1", 0.3, 8, 1.05, 0.2),
     "scheme_memory": Constant("further slowdown of products that wait for quantised weights", "1", 0.3, 8, 1.1, 0.2),
-    "scheme_compute": Constant("further slowdown of products with quantised weights, by compute", "1", 0.3, 12, 1.2, 0.4),
+    "scheme_compute": Constant("further slowdown of compute with quantised weights", "1", 0.3, 12, 1.2, 0.4),
 }
 SCHEME_KINDS: Final = ("memory", "compute", "experts")
 _SHARPNESS: Final = 6.0  # of the smooth maximum of device and host
@@ -97,7 +97,10 @@ def step_seconds(
         device = device + np.maximum(engine.of(name) * scheme.get(name, 1.0) * values[name], terms.least[name])
     device = device + engine.of("layer_s") * values["layers"] + engine.of("prefill_layer_s") * values["prefill_layers"]
     device = device + engine.of("collective_call_s") * values["collective_calls"]
-    host = engine.of("host_layer_s") * values["eager_layers"] + engine.of("prefill_host_layer_s") * values["prefill_layers"]
+    host = (
+        engine.of("host_layer_s") * values["eager_layers"]
+        + engine.of("prefill_host_layer_s") * values["prefill_layers"]
+    )
     top, low = np.maximum(device, host), np.minimum(device, host)
     busy = top * (1 + (low / np.maximum(top, 1e-12)) ** _SHARPNESS) ** (1 / _SHARPNESS)
     seconds = busy + engine.of("step_s") + engine.of("sequence_s") * values["sequences"]

@@ -63,4 +63,3 @@ def expect_request(
     decode, later = time(decode_groups(batch, prompt + 1, output - 1), experts)
     once = engine.of("request_s")
     return Expected(prefill + once, decode, first + later + once)
-

@@ -1,7 +1,7 @@
 """Which steps an engine runs for a workload: how many sequences decode, and how prompts are taken, step by step.
 
 Schedules don't depend on the time of a step: requests that wait at the start, or clients that send the next request
-when one ends, fill the same slots whatever a step takes. So a schedule is made once, and any engine's constants time it.
+when one ends, fill the same slots whatever a step takes. So a schedule is made once for any engine's constants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SAMPLES = 12  # contexts at which a long run of decode steps is timed; between t
 
 @dataclass(frozen=True)
 class Scheduler:
-    """How an engine fills a step: tokens of prompts in one step, sequences at once, and whether prompts join decodes."""
+    """How an engine fills a step: tokens of prompts in it, sequences at once, and whether prompts join decodes."""
 
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
@@ -53,7 +53,7 @@ def as_steps(groups: Sequence[Group]) -> Steps:
 
 
 def decode_groups(batch: float, first: int, steps: int, scale: float = 1.0) -> list[Group]:
-    """`steps` decode steps of `batch` sequences, the first attending `first` tokens, as a few groups of equal weight."""
+    """`steps` decode steps of `batch` sequences, the first attending `first` tokens, as a few equal groups."""
     if steps <= 0:
         return []
     parts = min(SAMPLES, steps)
@@ -125,21 +125,22 @@ def queue_groups(
 
     A running request is charged its prompt and a part of its output. Decode steps between two ends are one group.
     """
-    waiting, running, groups = list(reversed(requests)), [], []
+    waiting = list(reversed(requests))
+    running: list[list[int]] = []  # tokens attended next and tokens to make, of each
+    groups: list[Group] = []
     while waiting or running:
         admitted = _admit(waiting, running, places, pool_tokens, scheduler)
         tokens = sum(prompt for prompt, _ in admitted)
-        steps = min((left for _, left in running), default=0)
         prefill = math.ceil(tokens / scheduler.max_num_batched_tokens) if tokens else 0
         if admitted:
             chunk = min(tokens / len(admitted), scheduler.max_num_batched_tokens)
             prompts = tokens / prefill / chunk
             decoding = [entry for entry in running if entry[1] > 0] if scheduler.mixes else []
             context = sum(entry[0] for entry in decoding) / len(decoding) if decoding else 1.0
+            made = [min(prefill, entry[1]) for entry in decoding]
             mean = tokens / len(admitted)
-            groups.append(Group(prefill, len(decoding), context, prompts, chunk, (mean + chunk) / 2))
-            for entry in decoding:
-                moved = min(prefill, entry[1])
+            groups.append(Group(prefill, sum(made) / prefill, context, prompts, chunk, (mean + chunk) / 2))
+            for entry, moved in zip(decoding, made, strict=True):
                 entry[0], entry[1] = entry[0] + moved, entry[1] - moved
             running.extend([prompt + 1, output - 1] for prompt, output in admitted)
         running = [entry for entry in running if entry[1] > 0]
@@ -179,9 +180,24 @@ def _merged(groups: Sequence[Group]) -> list[Group]:
 
 
 def _mean(groups: Sequence[Group]) -> Group:
-    times = sum(group.times for group in groups)
-    fields = ("decodes", "context", "prompts", "chunk", "reached")
-    return Group(times, *(sum(getattr(g, name) * g.times for g in groups) / times for name in fields))
+    """One group that runs as often, decodes as many tokens over as long contexts, and takes as many of prompts."""
+
+    def mean(name: str, weights: Sequence[float]) -> float:
+        total = sum(weights)
+        values = [float(getattr(group, name)) for group in groups]
+        return sum(w * value for w, value in zip(weights, values, strict=True)) / total if total else values[0]
+
+    times = [group.times for group in groups]
+    decoded = [group.times * group.decodes for group in groups]
+    started = [group.times * group.prompts for group in groups]
+    return Group(
+        sum(times),
+        mean("decodes", times),
+        mean("context", decoded),
+        mean("prompts", times),
+        mean("chunk", started),
+        mean("reached", [group.times * group.prompts * group.chunk for group in groups]),
+    )
 
 
 def spread_lengths(mean_prompt: int, mean_output: int, count: int, widest: float) -> list[tuple[int, int]]:

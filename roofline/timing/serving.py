@@ -66,7 +66,8 @@ class CasePrediction:
 def plan_case(case: Case, scheduler: Scheduler) -> Plan:
     """The steps whose times add up to a case's figure. Raises InputError where the case says too little."""
     if case.input_len < 1 and case.output_len < 1:
-        raise InputError("input_len", case.input_len, "with no output length says that nothing was timed", "State a length.")
+        problem = "with no output length says that nothing was timed"
+        raise InputError("input_len", case.input_len, problem, "State a length.")
     long = case.input_len + case.output_len > scheduler.long_context
     scheduler = replace(
         scheduler,
@@ -233,7 +234,7 @@ def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
-    """The type in which a chip multiplies a scheme's weights: the fastest of the scheme's that it has, else bfloat16."""
+    """The type in which a chip multiplies a scheme's weights: the fastest of them that it has, else bfloat16."""
     known = [dtype for dtype in scheme.compute if dtype in chip.peak_flops_per_s]
     return max(known, key=lambda dtype: chip.peak_flops_per_s[dtype], default="bfloat16")
 
@@ -324,5 +325,3 @@ def predict_case(case: Case, profiles: Sequence[Profile] | None = None) -> CaseP
     times = (seconds, max(least, seconds * fast), seconds * slow)
     expected, first, second = (figure(plan, value) for value in times)
     return CasePrediction(expected, min(first, second), max(first, second), "", choice.provenance)
-
-

@@ -66,11 +66,13 @@ class Steps:
 
     @property
     def tokens(self) -> NDArray[Any]:
-        return self.decodes + self.prompts * self.chunk
+        tokens: NDArray[Any] = self.decodes + self.prompts * self.chunk
+        return tokens
 
     @property
     def logit_rows(self) -> NDArray[Any]:
-        return self.decodes + self.prompts
+        rows: NDArray[Any] = self.decodes + self.prompts
+        return rows
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ class _Fold:
     def attention(self) -> None:
         steps, np = self.steps, self.np
         heads, kv_heads, share = self.heads()
-        sizes = {"chip": self.chip, "eff": self.eff, "kv_bytes": self.layout.kv_bytes}
+        sizes: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "kv_bytes": self.layout.kv_bytes}
         peak, width = self.peak("bfloat16"), self.config.head_dim
         for window, layers in Counter(self.config.sliding_windows).items():
             context = steps.context if window is None else np.minimum(steps.context, window)
@@ -241,9 +243,7 @@ class _Fold:
             pairs = steps.chunk * steps.reached - steps.chunk * (steps.chunk - 1) / 2
             if window is not None:
                 pairs = _windowed(np, steps.reached, window) - _windowed(np, steps.reached - steps.chunk, window)
-            seconds = attention_prefill_s(
-                prompts, chunk, np.maximum(reached, chunk), heads, kv_heads, width, **sizes
-            )
+            seconds = attention_prefill_s(prompts, chunk, np.maximum(reached, chunk), heads, kv_heads, width, **sizes)
             # A few new tokens of each prompt: their query heads share a pass over the cache, as in a decode step.
             passes = np.maximum(1.0, chunk * heads / kv_heads / _SHARED_ROWS)
             shared = attention_decode_s(prompts, np.maximum(reached, 1), heads, kv_heads, width, **sizes) * passes
@@ -303,4 +303,3 @@ def _windowed(np: Any, positions: Any, window: int) -> Any:
     """Pairs of the first `positions` queries when each sees at most `window` keys."""
     short = np.minimum(positions, window)
     return short * (short + 1) / 2 + (positions - short) * window
-

@@ -1,0 +1,222 @@
+"""Engine steps, schedules and the plans of published figures: nothing above the roof, and every token counted once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwenjax import ModelConfig
+from roofline import InputError, Step, load_hardware, predict, predict_step
+from roofline.profile import Profile, choose_profile, known_profiles
+from roofline.timing.case import UNBOUNDED, Case
+from roofline.timing.efficiency import load_efficiency
+from roofline.timing.engine import CONSTANTS, Engine, step_seconds
+from roofline.timing.scheduling import (
+    Group,
+    Scheduler,
+    as_steps,
+    decode_groups,
+    mean_wait_groups,
+    prefill_groups,
+    queue_groups,
+    spread_lengths,
+    steady_groups,
+)
+from roofline.timing.serving import layout_of, plan_case, predict_case, scheme_key
+from roofline.timing.step import step_terms
+from roofline.weight_schemes import scheme_of
+
+CONFIGS = [ModelConfig.from_hf(name) for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Llama-3.1-8B")]
+CHIPS = ("rtx-4090", "a100-80gb-sxm", "h100-sxm", "rtx-3090", "l4", "rtx-5090")
+SCHEMES = ("bf16", "awq", "gptq-int8", "fp8")
+FASTEST = Engine(
+    {name: facts.low for name, facts in CONSTANTS.items()},
+    {scheme: dict.fromkeys(("memory", "compute", "experts"), 0.5) for scheme in SCHEMES},
+)
+CASE = Case(
+    id="made-up", grade="A", model="Qwen2.5-7B", config=CONFIGS[0], hardware="a100-80gb-sxm", engine="vllm",
+    engine_version="0.6.3", weights="BF16", metric="e2e_tok_s", measured=84.0, input_len=1024, output_len=256,
+)  # fmt: skip
+
+
+def least_seconds(config: ModelConfig, groups: list[Group], chip_id: str, scheme: str, engine: Engine, tp: int) -> Any:
+    chip = load_hardware(chip_id)
+    layout = layout_of(config, chip, scheme_of(scheme), tp=tp)
+    terms = step_terms(config, as_steps(groups), layout, chip, load_efficiency(chip)[0])
+    return step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(CONFIGS),
+    st.sampled_from(CHIPS),
+    st.sampled_from(SCHEMES),
+    st.sampled_from([1, 2]),
+    st.integers(1, 512),
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.sampled_from([FASTEST, *(profile.engine_constants for profile in known_profiles())]),
+)
+def test_no_step_is_faster_than_the_roof(
+    config: ModelConfig, chip: str, scheme: str, tp: int, batch: int, new: int, past: int, engine: Engine
+) -> None:
+    decode = Step.decode(batch, past)
+    [seconds] = least_seconds(config, [Group(1, batch, past)], chip, scheme, engine, tp)
+    assert seconds >= predict_step(config, decode, chip, weights=scheme, tp=tp).time_s * (1 - 1e-6)
+    prompts = min(batch, 8)
+    prefill = Step.prefill(prompts, new, new + past)
+    group = Group(1, prompts=prompts, chunk=new, reached=new + past)
+    [seconds] = least_seconds(config, [group], chip, scheme, engine, tp)
+    assert seconds >= predict_step(config, prefill, chip, weights=scheme, tp=tp).time_s * (1 - 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(CONFIGS),
+    st.sampled_from(CHIPS),
+    st.sampled_from(["vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cpp", "transformers", "gpt-fast", "any"]),
+    st.integers(1, 3000),
+    st.integers(1, 300),
+    st.integers(1, 256),
+)
+def test_expected_times_and_their_interval_stay_above_the_bound(
+    config: ModelConfig, chip: str, engine: str, prompt: int, output: int, batch: int
+) -> None:
+    lengths: dict[str, Any] = {"prompt": prompt, "output": output, "batch": batch}
+    [bound] = predict(config, chip, **lengths).rows
+    [row] = predict(config, chip, profile=engine, **lengths).rows
+    assert bound.e2e_s <= row.low <= row.expected <= (row.high or 0)
+    assert row.expected == row.e2e_s
+    assert row.ttft_s >= bound.ttft_s
+    assert row.mfu <= bound.mfu
+    assert row.mbu <= bound.mbu
+    if output > 1:
+        assert (row.tpot_s or 0) >= (bound.tpot_s or 0)
+
+
+@given(st.integers(1, 64), st.integers(1, 10_000), st.integers(1, 9000))
+def test_prompts_are_taken_whole_or_in_chunks_and_no_token_is_lost(batch: int, prompt: int, limit: int) -> None:
+    steps = as_steps(prefill_groups(batch, prompt, Scheduler(max_num_batched_tokens=limit)))
+    assert float(steps.times @ (steps.prompts * steps.chunk)) == pytest.approx(batch * prompt)
+    assert (steps.prompts * steps.chunk <= limit).all()
+    assert (steps.reached <= prompt).all()
+
+
+@given(st.integers(1, 64), st.integers(1, 5000), st.integers(0, 5000))
+def test_groups_of_decode_steps_attend_as_many_tokens_as_single_steps(batch: int, first: int, count: int) -> None:
+    groups = decode_groups(batch, first, count)
+    assert sum(group.times for group in groups) == pytest.approx(count)
+    attended = sum(group.times * group.context for group in groups)
+    assert attended == pytest.approx(sum(range(first, first + count)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 400), st.integers(1, 60), st.integers(1, 20), st.booleans())
+def test_a_queue_makes_every_token_once(count: int, prompt: int, output: int, places: int, mixes: bool) -> None:
+    requests = spread_lengths(prompt, output, count, 1.5)
+    scheduler = Scheduler(max_num_batched_tokens=512, mixes=mixes)
+    groups = queue_groups(requests, places, 1e9, scheduler)
+    decoded = sum(group.times * group.decodes for group in groups)
+    assert decoded == pytest.approx(sum(made - 1 for _, made in requests), rel=0.05, abs=places)
+    taken = sum(group.times * group.prompts * group.chunk for group in groups)
+    assert taken == pytest.approx(sum(length for length, _ in requests))
+    assert max(group.decodes for group in groups) <= places
+
+
+@given(st.integers(2, 500), st.integers(20, 4000), st.integers(20, 4000))
+def test_spread_lengths_keep_their_means(count: int, prompt: int, output: int) -> None:
+    requests = spread_lengths(prompt, output, count, 1.5)
+    assert np.mean([length for length, _ in requests]) == pytest.approx(prompt, abs=0.6)
+    assert np.mean([made for _, made in requests]) == pytest.approx(output, abs=0.6)
+    assert max(made for _, made in requests) <= 1.5 * output + 1
+
+
+def test_the_mean_wait_of_prompts_that_are_taken_one_after_the_other() -> None:
+    """Four prompts, one a step: done after 1, 2, 3 and 4 steps."""
+    [group] = mean_wait_groups([Group(4, prompts=1, chunk=100, reached=100)])
+    assert group.times == 2.5
+    together = Group(1, prompts=4, chunk=100, reached=100)
+    assert mean_wait_groups([together]) == [together]
+
+
+def test_a_full_house_makes_its_tokens_in_a_turn() -> None:
+    for scheduler in (Scheduler(), Scheduler(mixes=False), Scheduler(max_num_batched_tokens=300)):
+        groups = steady_groups(16, 200, 100, scheduler)
+        assert sum(group.times * group.decodes for group in groups) == pytest.approx(16 * 99, rel=0.05)
+        assert sum(group.times * group.prompts * group.chunk for group in groups) == pytest.approx(16 * 200, rel=0.05)
+
+
+def test_what_a_figure_counts() -> None:
+    scheduler = Scheduler()
+    assert plan_case(CASE, scheduler).tokens == 256
+    assert plan_case(replace(CASE, counts_prompt=True), scheduler).tokens == 1280
+    assert plan_case(replace(CASE, metric="ttft_ms"), scheduler).tokens is None
+    prefill = plan_case(replace(CASE, metric="prefill_tok_s"), scheduler)
+    assert (prefill.tokens, prefill.kind) == (1024, "prefill")
+    decode = plan_case(replace(CASE, metric="decode_tok_s"), scheduler)
+    assert decode.tokens == 255
+    assert not decode.steps.prompts.any()
+    tpot = plan_case(replace(CASE, metric="tpot_ms"), scheduler)
+    assert float(tpot.steps.times.sum()) == pytest.approx(1)
+    batch = replace(CASE, metric="throughput_total_tok_s", concurrency=8, static_batch=True)
+    assert plan_case(batch, scheduler).tokens == 8 * 1280
+    queued = replace(CASE, metric="throughput_out_tok_s", concurrency=100, saturated=True)
+    assert plan_case(queued, scheduler).tokens == pytest.approx(100 * 256)
+    assert plan_case(replace(queued, concurrency=UNBOUNDED), scheduler).kind == "batched"
+
+
+def test_a_longer_prompt_a_larger_batch_or_wider_weights_take_longer() -> None:
+    def seconds(**changes: Any) -> float:
+        case = replace(CASE, metric="ttft_ms", **changes)
+        return predict_case(case).expected or 0
+
+    assert seconds() < seconds(input_len=2048) < seconds(input_len=4096)
+    rate = replace(CASE, metric="decode_tok_s")
+    fast, slow = (predict_case(replace(rate, weights=scheme)).expected or 0 for scheme in ("GPTQ-Int4", "BF16"))
+    assert fast > slow
+    two = predict_case(replace(rate, tp=2)).expected or 0
+    assert slow < two < 2 * slow
+
+
+def test_a_case_without_a_length_is_skipped_with_the_reason() -> None:
+    made = predict_case(replace(CASE, input_len=0, output_len=0))
+    assert made.expected is None
+    assert made.reason_skipped == "input_len = 0: with no output length says that nothing was timed. State a length."
+
+
+def test_a_case_that_no_mesh_can_run_is_skipped_with_the_reason() -> None:
+    made = predict_case(replace(CASE, tp=3))
+    assert made.expected is None
+    assert made.reason_skipped.startswith("tp = 3: doesn't split 28 attention heads and 4 KV heads evenly.")
+
+
+def test_predictions_need_profiles() -> None:
+    with pytest.raises(InputError) as caught:
+        choose_profile((), "vllm", "rtx-4090")
+    assert str(caught.value) == "profile = 'vllm': can't be chosen, no profiles are there. Fit them with bench/fit.py."
+
+
+def test_an_engine_without_a_profile_takes_the_constants_of_all_of_them() -> None:
+    made = predict_case(replace(CASE, engine="some-engine"))
+    assert made.expected is not None
+    assert made.provenance == "profile any, the nearest: no profile of some-engine is known"
+
+
+def test_a_profile_from_elsewhere_has_the_wider_interval() -> None:
+    def width(**changes: Any) -> float:
+        made = predict_case(replace(CASE, **changes))
+        return (made.high or 0) / (made.low or 1)
+
+    assert width() < width(hardware="l40s")
+
+
+def test_profiles_can_be_given() -> None:
+    slow = Profile("slow", "", "", "vllm", ("0.6.3",), ("a100-80gb-sxm",), {"step_s": 0.05})
+    made = predict_case(CASE, [slow])
+    assert made.provenance == "profile slow"
+    assert (made.expected or 0) < 20
