@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
+from qwenjax.errors import InputError
 from qwenjax.sharding import Mesh
 from roofline.count import DtypePolicy, count_step, sum_rows
 from roofline.explain import (
@@ -280,6 +281,15 @@ def test_several_batches_can_t_be_explained_at_once() -> None:
     assert result.status == 2
     assert result.stdout == ""
     assert result.stderr == "--batch = '1..4': names several sizes, and --explain derives one. Give one size.\n"
+
+
+def test_a_chip_without_the_dtype_is_refused_as_by_the_prediction() -> None:
+    config, chip = config_of("Qwen2.5-0.5B"), load_hardware("t4")
+    with pytest.raises(InputError) as refused:
+        explain_step(config, Step.decode(1, 9), chip, DtypePolicy.for_model(config))
+    with pytest.raises(InputError) as expected:
+        predict_step(config, Step.decode(1, 9), chip)
+    assert str(refused.value) == str(expected.value)
 
 
 # The language of formulas

@@ -104,6 +104,8 @@ class Times:
         narrow = (policy.weight,) if policy.scheme is None else policy.scheme.compute
         dtypes = [dtype for dtype in dict.fromkeys((*narrow, policy.activation)) if dtype in chip.peak_flops_per_s]
         names = [figure_leaf(self.nodes, chip, f"peak_flops_per_s.{dtype}") for dtype in dtypes]
+        if not names:
+            chip.flops_per_s(policy.activation)  # says which dtypes are known
         if len(names) == 1:
             return names[0]
         source = "narrow weights multiply at the faster of their own and the activations' rate"
