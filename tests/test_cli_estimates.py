@@ -143,8 +143,8 @@ def test_what_was_taken_by_default_goes_to_stderr_and_into_the_notes(tmp_path: P
 
 def test_quantised_checkpoints_are_taken_as_they_are_stored_and_say_so() -> None:
     note = (
-        "default: quantization_config: fp8 weights of 8 bits as they are stored, scales and unquantised parts included; "
-        "--weights or --dtype takes others\n"
+        "default: quantization_config: fp8 weights of 8 bits as they are stored, scales and unquantised parts "
+        "included; --weights or --dtype takes others\n"
     )
     assert run("roofline params Qwen3-235B-A22B-FP8").stderr == note
     assert run("roofline params Qwen3-235B-A22B-FP8 --dtype float8_e4m3fn").stderr == ""

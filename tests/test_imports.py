@@ -17,8 +17,8 @@ FILES = sorted([*(ROOT / "qwenjax").rglob("*.py"), *(ROOT / "roofline").rglob("*
 # What reads configs and writes the step down; everything an estimate needs. Standard library only.
 PLAIN = {
     "qwenjax", "qwenjax.config", "qwenjax.dims", "qwenjax.errors", "qwenjax.field_reader", "qwenjax.hf_keys",
-    "qwenjax.hf_llama", "qwenjax.hf_reader", "qwenjax.known_models", "qwenjax.ops", "qwenjax.quantization", "qwenjax.rope_config",
-    "qwenjax.sharding",
+    "qwenjax.hf_llama", "qwenjax.hf_reader", "qwenjax.known_models", "qwenjax.ops", "qwenjax.quantization",
+    "qwenjax.rope_config", "qwenjax.sharding",
 }  # fmt: skip
 # The chain that none may import backwards: a module may only import those of its own rank or before.
 CHAIN = ("config", "dims", "ops", "sharding", "layers", "model", "generation", "cli")
