@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import read_cases
 from fit_engine import Row, Stack, fit_engine, make_row
 from fit_groups import FREE, GROUPS, Group
-from fit_write import profile_text
+from fit_write import Held, in_sample, profile_text
+from score_targets import like_pairs
 
 from qwenjax.errors import InputError
 from roofline.count import count_params
@@ -34,14 +35,6 @@ from roofline.timing.scheduling import Scheduler
 
 ROOT: Final = Path(__file__).parents[1]
 ANY: Final = "any"  # the engine of the profile for engines without one
-
-
-class Held(NamedTuple):
-    """A row's error when it, and all rows like it, were held out: log of predicted over measured time."""
-
-    row: Row
-    error: float
-    nearest: bool
 
 
 @dataclass(frozen=True)
@@ -175,23 +168,28 @@ def source_of(case: Case) -> str:
 
 def table(whole: Rows, fitted: Fitted, held_out: Sequence[Sequence[Held]]) -> str:
     """Errors by target group: of the fit itself, and of rows held out by model, by source and by GPU."""
-    fit = [
-        Held(row, float(error), False)
-        for name, group in whole.items()
-        if group
-        for row, error in zip(group, Stack(group).residuals(fitted.groups[name]), strict=True)
-    ]
+    fit = in_sample(whole, fitted)
     lines = [f"{'median and 90th percentile of |error|, %':32}{'target':>12}"]
     lines[0] += "".join(f"{title:>16}" for title in ("fit", "new model", "new source", "new GPU"))
     sets = (fit, *held_out)
+    lines[0] += f"{'like rows differ':>20}"
+    rows = [row for group in whole.values() for row in group]
     for name, (wanted, median, tail) in TARGETS.items():
         cells = [_spread([held.error for held in part if wanted(held.row)]) for part in sets]
-        lines.append(f"{name:32}{f'{median} / {tail}':>12}" + "".join(f"{cell:>16}" for cell in cells))
+        scatter = _scatter([row.case for row in rows if wanted(row)])
+        line = f"{name:32}{f'{median} / {tail}':>12}" + "".join(f"{cell:>16}" for cell in cells)
+        lines.append(f"{line}{scatter:>20}")
     lines.append("")
     for group in GROUPS:
         cells = [_spread([h.error for h in part if group.takes(h.row.case)]) for part in sets]
         lines.append(f"{group.name:32}{len(whole[group.name]):>8} rows" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
+
+
+def _scatter(cases: Sequence[Case]) -> str:
+    """How much figures of nearly one setting from two sources or versions differ, and how many pairs there are."""
+    gaps = [np.log(one.measured / other.measured) for one, other in like_pairs(cases)]
+    return f"{_spread(gaps)} ({len(gaps)})" if gaps else "-"
 
 
 def _spread(errors: Sequence[float]) -> str:

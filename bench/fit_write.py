@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from fit_engine import Row, Stack
@@ -16,12 +16,20 @@ from roofline.timing.engine import CONSTANTS, Engine
 from roofline.timing.scheduling import Scheduler
 
 if TYPE_CHECKING:
-    from fit import Fitted, Held
+    from fit import Fitted
 
 DIGITS: Final = 4
 ENOUGH: Final = 8  # held-out rows of a kind, from which on a profile has an interval of its own
 COVERED: Final = 0.8
 LEAST: Final = 0.03  # half width of an interval on log scale, whatever the rows say
+
+
+class Held(NamedTuple):
+    """A row's error when it, and all rows like it, were held out: log of predicted over measured time."""
+
+    row: Row
+    error: float
+    nearest: bool
 
 
 def profile_text(
@@ -38,11 +46,19 @@ def profile_text(
             continue
         engine = fitted.groups[group.name]
         own = [held for held in by_model if group.takes(held.row.case)]
+        seen = [held for held in in_sample(rows, fitted) if group.takes(held.row.case)]
         sources = [held for held in by_source if group.takes(held.row.case)]
-        same = [held for held in by_model if held.row.case.engine == group.engine]
         away = [held.error for held in by_gpu if held.nearest and held.row.case.engine == group.engine]
         everywhere = [held.error for held in by_gpu if held.nearest]
-        intervals = {kind: _interval(_kind(own, kind), _kind(same, kind), _kind(by_model, kind)) for kind in KINDS}
+        same = [held for held in by_model if held.row.case.engine == group.engine and not held.nearest]
+        unseen = [held for held in own if not held.nearest]
+        intervals = {
+            kind: _wider(
+                _interval(_kind(unseen, kind), _kind(same, kind), _kind(by_model, kind)),
+                _interval(_kind(seen, kind), [0.0]),
+            )
+            for kind in KINDS
+        }
         intervals["elsewhere"] = _interval(away, everywhere)
         texts[group.name] = _text(group, engine, rows[group.name], intervals, own, sources)
     everyone = Group("any", (), "a100", Scheduler(), "an engine with continuous batching")
@@ -50,6 +66,20 @@ def profile_text(
     wide = {kind: _interval(_kind(by_source, kind)) for kind in (*KINDS, "elsewhere")}
     texts["any"] = _text(everyone, fitted.everyone, everything, wide, by_model, by_source, name="any", hardware=())
     return texts
+
+
+def in_sample(rows: Mapping[str, Sequence[Row]], fitted: Fitted) -> list[Held]:
+    """Every row's error under the constants that were fitted on it."""
+    return [
+        Held(row, float(error), False)
+        for name, group in rows.items()
+        if group
+        for row, error in zip(group, Stack(group).residuals(fitted.groups[name]), strict=True)
+    ]
+
+
+def _wider(first: tuple[float, float], second: tuple[float, float]) -> tuple[float, float]:
+    return min(first[0], second[0]), max(first[1], second[1])
 
 
 def _kind(held: Sequence[Held], kind: str) -> list[float]:
