@@ -46,6 +46,7 @@ SECONDS = (
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
 LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 _SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
+_SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
 
@@ -147,7 +148,9 @@ class _Fold:
         self.collectives()
         prefills = (steps.prompts > 0) * 1.0
         self.values["layers"] += layers * (1 - prefills)
-        self.values["eager_layers"] += layers * (1 - prefills) * (steps.context > self.layout.captured_context)
+        sparse = float(len(self.config.sparse_layers))
+        launches = layers + (_SPARSE_LAUNCHES - 1) * sparse
+        self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows
         return Terms(self.values, self.least)
