@@ -75,6 +75,12 @@ def plan_case(case: Case, scheduler: Scheduler) -> Plan:
         or (scheduler.long_chunk if long else scheduler.max_num_batched_tokens),
         max_num_seqs=case.max_num_seqs or scheduler.max_num_seqs,
     )
+    if case.attention_dp:  # limits are each device's
+        scheduler = replace(
+            scheduler,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens * case.tp,
+            max_num_seqs=scheduler.max_num_seqs * case.tp,
+        )
     if case.metric in ("prefill_tok_s", "ttft_ms"):
         return _plan_prefill(case, scheduler)
     if case.saturated:
@@ -221,7 +227,7 @@ def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
     chip = load_hardware(case.hardware)
     profiled = min(scheduler.max_num_batched_tokens, 8192)  # tokens of the step whose activations are set aside
     shards = 1 if case.attention_dp else case.tp
-    per_token = count_kv_bytes_per_token(case.config, case.kv_dtype or "bfloat16", Mesh(tp=shards)) / case.pp
+    per_token = count_kv_bytes_per_token(case.config, _kv_dtype(case), Mesh(tp=shards)) / case.pp
     weights = stored_weight_bytes(case.config, scheme_of(case.weights), Mesh(tp=case.tp)) / case.pp
     budget = chip.usable_memory_bytes * (case.gpu_memory_utilization or _UTILIZATION)
     reserved = _RESERVED_BYTES + peak_activation_bytes(case.config, profiled, mesh=Mesh(tp=case.tp))
@@ -231,6 +237,13 @@ def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
     if pool <= 0:
         raise InputError("hardware", case.hardware, "doesn't hold the weights", "Check tp and the weight scheme.")
     return pool / per_token / case.pp
+
+
+def _kv_dtype(case: Case) -> str:
+    """The cache's type: as said; FP8 where TensorRT-LLM runs an FP8 checkpoint, as those say; else 16 bits."""
+    if case.kv_dtype is None and case.engine == "tensorrt-llm" and scheme_of(case.weights).name.startswith("fp8"):
+        return "float8_e4m3fn"
+    return case.kv_dtype or "bfloat16"
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
@@ -282,7 +295,7 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         chip,
         scheme_of(case.weights),
         tp=case.tp,
-        kv_dtype=case.kv_dtype,
+        kv_dtype=_kv_dtype(case),
         dp=case.attention_dp,
         ep=case.ep > 1,
         scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),

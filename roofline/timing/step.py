@@ -152,7 +152,7 @@ class _Fold:
         launches = layers + (_SPARSE_LAUNCHES - 1) * sparse
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
-        self.values["sequences"] += steps.logit_rows
+        self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
         return Terms(self.values, self.least)
 
     def peak(self, dtype: str) -> float:
