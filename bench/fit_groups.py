@@ -16,6 +16,7 @@ FREE: Final = (
     "attention_decode",
     "attention_prefill",
     "attention_plain",
+    "attention_plain_decode",
     "experts",
     "collectives",
     "layer_s",
@@ -96,7 +97,7 @@ _LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5)}
 _COMPILED: Final = {"prefill_host_layer_s": (3e-5, 5e-5)}  # no Python between the launches of a prompt's step
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
 _TRANSFORMERS: Final = Scheduler(1 << 20, 1024, mixes=False, captured_context=0, flash_attention=False, repeats_kv=True)
-_TRANSFORMERS_USUAL: Final = {"attention_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
+_TRANSFORMERS_USUAL: Final = {"attention_plain_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
 
 GROUPS: Final = (
     Group("vllm", ("2023",), "a100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),

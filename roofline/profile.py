@@ -153,7 +153,7 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
     def far(profile: Profile) -> tuple[float, str]:
         newest = -0.01 * max((_age(text) for text in profile.versions), default=0)
         apart = min((abs(_age(version) - _age(text)) for text in profile.versions), default=0) if version else newest
-        few = 3.0 if profile.num_rows < FEW_ROWS else 0.0
+        few = 8.0 if profile.num_rows < FEW_ROWS else 0.0
         return 10 * _apart(chip, profile) + apart + few, profile.name
 
     best = min(candidates, key=far)
@@ -175,7 +175,7 @@ def _chip(hardware: Hardware | str) -> Hardware | None:
 
 
 def _apart(chip: Hardware | None, profile: Profile) -> float:
-    """0 on the same chip, up to 1 for the same compute capability or architecture, more beyond."""
+    """0 on the same chip, a third for the same compute capability, then by kind of memory and architecture."""
     if chip is None:
         return 0.0
     if chip.id in profile.hardware:
@@ -190,9 +190,11 @@ def _between(chip: Hardware, other: Hardware) -> float:
     wide = abs(math.log(chip.peak_bandwidth_bytes_per_s / other.peak_bandwidth_bytes_per_s)) / 10
     if chip.compute_capability and chip.compute_capability == other.compute_capability:
         return 0.3 + wide
-    if chip.architecture == other.architecture:
-        return 0.6 + wide
-    return (1.0 if chip.vendor == other.vendor else 2.5) + wide
+    if chip.vendor != other.vendor:
+        return 2.5 + wide
+    # Cards with GDDR have the same kind of cores for their kernels to run on, and those with HBM another.
+    board = 0.4 if chip.memory_type[:4] == other.memory_type[:4] else 0.8
+    return board + (0.1 if chip.architecture == other.architecture else 0.2) + wide
 
 
 def _age(version: str) -> float:

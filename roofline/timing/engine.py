@@ -34,6 +34,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "attention_decode": Constant("slowdown of attention of decode steps", "1", 0.3, 40, 1.05, 0.3),
     "attention_prefill": Constant("slowdown of attention of prompts", "1", 0.3, 40, 1.05, 0.3),
     "attention_plain": Constant("slowdown of attention of prompts where scores are written out", "1", 0.3, 60, 6, 4),
+    "attention_plain_decode": Constant("the same of attention of decode steps", "1", 0.3, 60, 2, 2),
     "experts": Constant("slowdown of the routed experts' products", "1", 0.3, 20, 0.9, 0.4),
     "collectives": Constant("slowdown of collectives", "1", 0.3, 20, 1.5, 0.5),
     "collectives_large": Constant("slowdown of collectives of 48 MiB and more", "1", 0.3, 20, 1.5, 1.0),

@@ -38,6 +38,7 @@ SECONDS = (
     "attention_decode",
     "attention_prefill",
     "attention_plain",
+    "attention_plain_decode",
     "experts",
     "elementwise",
     "collectives",
@@ -238,8 +239,9 @@ class _Fold:
             moved = steps.decodes * share * context * self.kv_row_bytes()
             # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
             least = np.maximum(flops / peak, moved / self.bandwidth)
-            self.values["attention_decode"] += np.maximum(seconds * decoding, least) * layers
-            self.least["attention_decode"] += least * layers
+            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
+            self.values[name] += np.maximum(seconds * decoding, least) * layers
+            self.least[name] += least * layers
 
             prompts, prefilling = np.maximum(steps.prompts * share, 1e-9), steps.prompts > 0
             chunk = np.maximum(steps.chunk, 1)
