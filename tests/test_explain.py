@@ -49,6 +49,7 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("Qwen3-30B-A3B", "h100-sxm", 8, 1024, 100, "bound", 8, None, "expected"),  # more devices than KV heads
     ("Qwen3-30B-A3B", "h100-sxm", 8, 1024, 100, "vllm", 2, "fp8", "expected"),
     ("Qwen3-30B-A3B", "h100-sxm", 8, 1024, 100, "vllm", 1, None, 40),  # counted experts
+    ("Qwen3-30B-A3B", "a100-80gb-sxm", 2, 50, 9, "transformers", 1, None, "expected"),  # many launches of the host
     ("Qwen2-57B-A14B", "h100-sxm", 8, 1024, 100, "vllm", 4, None, "all"),  # a shared expert
 )
 

@@ -10,7 +10,7 @@ from qwenjax.sharding import Mesh
 from roofline.count import DtypePolicy, Experts
 from roofline.explain.bound import Bound, Times
 from roofline.explain.counts import Ground
-from roofline.explain.derivation import Derivation, Node, total_of
+from roofline.explain.derivation import Derivation, Node, evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
 from roofline.explain.phases import PhaseKernels
 from roofline.hardware import Hardware
@@ -20,7 +20,7 @@ from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import _SHARPNESS, CONSTANTS, SCHEME_KINDS, step_seconds
 from roofline.timing.scheduling import Group, as_steps, decode_groups, prefill_groups
 from roofline.timing.serving import layout_of, scheme_key
-from roofline.timing.step import SECONDS
+from roofline.timing.step import _SPARSE_LAUNCHES, SECONDS
 from roofline.weight_schemes import scheme_of
 
 _SCHEMED = {"products_memory": "memory", "products_compute": "compute", "experts": "experts"}
@@ -150,9 +150,19 @@ class _Engine:
 
     def counted(self, kernels: PhaseKernels, name: str) -> list[str]:
         """What a constant of seconds is multiplied with, for each kind of step; "0" where it isn't there."""
-        known = {"sequences": kernels.rows, "collective_calls": ["(2 * L + 1)"] * kernels.count}
-        formulas = known.get(name, ["L"] * kernels.count)
-        return [formula if value else "0" for formula, value in zip(formulas, kernels.terms.values[name], strict=True)]
+        candidates = ["L", "(2 * L + 1)"]
+        if self.ground.config.is_moe:  # the host launches more kernels for a layer with experts
+            candidates.append(f"(L + {_SPARSE_LAUNCHES - 1:g} * L_sparse)")
+        made = []
+        for index, value in enumerate(kernels.terms.values[name]):
+            known = [kernels.rows[index]] if name == "sequences" else candidates
+            fits = [formula for formula in known if evaluate(formula, self.nodes.values) == value]
+            source = "as the engine's steps are counted (roofline.timing.step)"
+            leaf = "" if fits or not value else self.nodes.leaf(
+                f"{kernels.keys[index]}.{name}", float(value), "count", "exact", source
+            )  # fmt: skip
+            made.append(fits[0] if fits else leaf or "0")
+        return made
 
     def added(self, kernels: PhaseKernels, pairs: dict[str, str], index: int) -> list[str]:
         """Terms of constants that are added by count."""

@@ -193,7 +193,7 @@ class PhaseKernels:
     def _attention(self, kind: str) -> tuple[list[str], list[str], list[str], str]:
         peak, read = self._peak("bfloat16"), [*self.constants.of("attention"), self.speed]
         text = "thread blocks over keys and queries (roofline.timing.attention)"
-        make = self._decoding if kind == "attention_decode" else self._prefilling
+        make = self._decoding if self.decodes else self._prefilling
         made = [[make(index, peak, *window) for window in windows_of(self.ground)] for index in range(self.count)]
         calls, floors = ([total_of(one[place] for one in windows) for windows in made] for place in (0, 1))
         return calls, floors, [*read, peak], text
