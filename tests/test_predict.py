@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from qwenjax import ModelConfig
 from roofline import InputError, Step, load_hardware, predict, predict_step, sweep
 from roofline.hardware import known_ids
+from roofline.profile import known_profiles
 from roofline.utilization import compute_mbu, compute_mfu
 
 DENSE = ModelConfig.from_hf("Qwen2.5-7B")
 MOE = ModelConfig.from_hf("Qwen3-30B-A3B")
 CHIPS = [load_hardware(name) for name in known_ids()]
+PROFILES = known_profiles()
+KNOWN_PROFILES = ", ".join(
+    ("bound", *dict.fromkeys(profile.engine for profile in PROFILES), *(profile.name for profile in PROFILES))
+)
 WITH_BFLOAT16 = [chip for chip in CHIPS if "bfloat16" in chip.peak_flops_per_s]
 
 steps = st.one_of(
@@ -154,8 +159,8 @@ def test_a_sweep_of_many_points_has_their_shape() -> None:
             "Choose a shorter context, or a config with a RoPE scaling.",
         ),
         (
-            lambda: predict(DENSE, "rtx-4090", prompt=1, output=1, profile="vllm"),
-            "profile = 'vllm': is not a profile that is known here. Known: bound.",
+            lambda: predict(DENSE, "rtx-4090", prompt=1, output=1, profile="vlm"),
+            f"profile = 'vlm': is not a profile or engine that is known here. Known: {KNOWN_PROFILES}.",
         ),
         (
             lambda: predict_step(DENSE, Step.decode(1, 1), "rtx-4090", bandwidth=2e12),
