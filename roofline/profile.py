@@ -38,6 +38,11 @@ class Profile:
     num_rows: int = FEW_ROWS  # measurements that it was fitted on
 
     @property
+    def summary(self) -> dict[str, str]:
+        """What is shown of it beside figures."""
+        return {"name": self.name, "source": self.source, "validation": self.validation}
+
+    @property
     def engine_constants(self) -> Engine:
         return Engine(self.constants, self.schemes)
 

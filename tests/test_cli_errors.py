@@ -66,7 +66,10 @@ MESSAGES = {
     "roofline step Qwen3-30B-A3B --phase decode --experts 9": (
         "experts = 9: must be from 8 (one token's) to 8. Count the distinct experts of one layer."
     ),
-    f"{STEP} --profile vllm": "profile = 'vllm': is not a profile that is known here. Known: bound.",
+    f"{STEP} --profile vllm": (
+        "--profile = 'vllm': has no times of single ops; step prints the lower bound. Use `roofline predict --profile` "
+        "for what an engine takes, or leave the option out."
+    ),
     f"{STEP} --hardware rtx-4090 --bandwidth fast": (
         "--bandwidth = 'fast': must be peak, measured or bytes per second. Give for instance 887e9."
     ),

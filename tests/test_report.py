@@ -84,7 +84,7 @@ def test_other_numbers(function: Callable[[float | None], str], value: float | N
 
 def test_json_has_plain_values_only() -> None:
     record = {
-        "profile": BOUND,
+        "profile": BOUND.summary,
         "note": Note("default", "dtype", "missing"),
         "share": Fraction(1, 4),
         "sizes": (1, 2.5, True, None),

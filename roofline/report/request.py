@@ -28,12 +28,7 @@ def predict_record(
 
 def _profile(prediction: Prediction) -> dict[str, Any]:
     profile = prediction.profile
-    return {
-        "name": profile.name,
-        "source": profile.source,
-        "validation": profile.validation,
-        "nearest": prediction.nearest or None,
-    }
+    return {**profile.summary, "nearest": prediction.nearest or None}
 
 
 def predict_text(record: dict[str, Any]) -> Iterator[str | Table]:

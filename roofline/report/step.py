@@ -43,7 +43,7 @@ def step_record(
         "query_len": step.query_len,
         "context": step.kv_len,
         **settings,
-        "profile": profile,
+        "profile": None if profile is None else profile.summary,
         "device": times.device if times else None,
         "rows": [
             {
@@ -193,6 +193,6 @@ def _terms(record: dict[str, Any]) -> Iterator[str]:
         )
         device = record["device"]
         yield (
-            f"Profile {record['profile'].name} ({record['profile'].source}), at "
+            f"Profile {record['profile']['name']} ({record['profile']['source']}), at "
             f"{quantity(device.flops_per_s, 'FLOP/s')} and {quantity(device.bandwidth_bytes_per_s, 'B/s')}."
         )
