@@ -17,10 +17,10 @@ from roofline.hardware import Hardware
 from roofline.predict import Bandwidth
 from roofline.profile import BOUND, Choice, find_profile
 from roofline.timing.efficiency import load_efficiency
-from roofline.timing.engine import _SHARPNESS, CONSTANTS, SCHEME_KINDS, step_seconds
+from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, SHARPNESS, step_seconds
 from roofline.timing.scheduling import Group, as_steps, decode_groups, prefill_groups
 from roofline.timing.serving import layout_of, scheme_key
-from roofline.timing.step import _SPARSE_LAUNCHES, SECONDS
+from roofline.timing.step import SECONDS, SPARSE_LAUNCHES
 from roofline.weight_schemes import scheme_of
 
 _SCHEMED = {"products_memory": "memory", "products_compute": "compute", "experts": "experts"}
@@ -152,7 +152,7 @@ class _Engine:
         """What a constant of seconds is multiplied with, for each kind of step; "0" where it isn't there."""
         candidates = ["L", "(2 * L + 1)"]
         if self.ground.config.is_moe:  # the host launches more kernels for a layer with experts
-            candidates.append(f"(L + {_SPARSE_LAUNCHES - 1:g} * L_sparse)")
+            candidates.append(f"(L + {SPARSE_LAUNCHES - 1:g} * L_sparse)")
         made = []
         for index, value in enumerate(kernels.terms.values[name]):
             known = [kernels.rows[index]] if name == "sequences" else candidates
@@ -193,7 +193,7 @@ class _Engine:
             busy = device
             if waits:
                 host = self.node(kernels, index, "host_s", waits, "the host launches layer by layer")
-                top, low, p = f"max({device}, {host})", f"min({device}, {host})", f"{_SHARPNESS:g}"
+                top, low, p = f"max({device}, {host})", f"min({device}, {host})", f"{SHARPNESS:g}"
                 formula = f"{top} * (1 + ({low} / {top}) ** {p}) ** (1 / {p})"
                 busy = self.nodes.derive(f"{kernels.keys[index]}.busy_s", formula, "s", "a smooth maximum of the two")
             more = self.added(kernels, {"sequence_s": "sequences"}, index)

@@ -17,12 +17,12 @@ from roofline.explain.derivation import Derivation
 from roofline.hardware import Hardware
 from roofline.timing import kernels
 from roofline.timing.efficiency import Efficiency, load_table
-from roofline.timing.step import Layout, Steps, _Fold
+from roofline.timing.step import Layout, StepFold, Steps
 
 Arrays = dict[str, Any]
 
 
-class Recorder(_Fold):
+class Recorder(StepFold):
     """A step's fold that keeps each op's part of it apart."""
 
     def __init__(self, config: ModelConfig, steps: Steps, layout: Layout, chip: Hardware, eff: Efficiency) -> None:
@@ -39,19 +39,19 @@ class Recorder(_Fold):
         self.least = {kind: floor[kind] + self.least[kind] for kind in floor}
 
     def product(self, op: Op) -> None:
-        self.noted(op.name, lambda: _Fold.product(self, op))
+        self.noted(op.name, lambda: StepFold.product(self, op))
 
     def elementwise(self, op: Op) -> None:
-        self.noted(op.name, lambda: _Fold.elementwise(self, op))
+        self.noted(op.name, lambda: StepFold.elementwise(self, op))
 
     def attention(self) -> None:
-        self.noted("attention", lambda: _Fold.attention(self))
+        self.noted("attention", lambda: StepFold.attention(self))
 
     def experts(self) -> None:
-        self.noted("experts", lambda: _Fold.experts(self))
+        self.noted("experts", lambda: StepFold.experts(self))
 
     def collectives(self) -> None:
-        self.noted("collectives", lambda: _Fold.collectives(self))
+        self.noted("collectives", lambda: StepFold.collectives(self))
 
 
 def kernel_functions(chip: Hardware, eff: Efficiency) -> dict[str, Callable[..., Any]]:

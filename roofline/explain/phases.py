@@ -11,7 +11,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
-from roofline.timing.step import _SHARED_ROWS, LARGE_BYTES, SECONDS, Steps, Terms
+from roofline.timing.step import LARGE_BYTES, SECONDS, SHARED_ROWS, Steps, Terms
 
 _STEP: Final = "roofline.timing.step"
 _HEADS: Final = "N / tp"
@@ -212,7 +212,7 @@ class PhaseKernels:
         prompts, chunk, reached = self.prompts[index], self.chunk[index], self.reached[index]
         seen = f"min({reached}, {chunk} + {window} - 1)" if window else reached
         shape = f"{_HEADS}, {_KV_HEADS}, H, bits.kv / 8"
-        passes = f"max(1, {chunk} * {_HEADS} / {_KV_HEADS} / {_SHARED_ROWS})"
+        passes = f"max(1, {chunk} * {_HEADS} / {_KV_HEADS} / {SHARED_ROWS})"
         shared = f"attention_decode_s({prompts}, {seen}, {shape}) * {passes}"
         call = f"min(attention_prefill_s({prompts}, {chunk}, max({seen}, {chunk}), {shape}), {shared}) * {layers}"
         pairs = f"({chunk} * {reached} - {chunk} * ({chunk} - 1) / 2)"

@@ -52,7 +52,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "scheme_compute": Constant("further slowdown of compute with quantised weights", "1", 0.3, 12, 1.2, 0.4),
 }
 SCHEME_KINDS: Final = ("memory", "compute", "experts")
-_SHARPNESS: Final = 6.0  # of the smooth maximum of device and host
+SHARPNESS: Final = 6.0  # of the smooth maximum of device and host
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,6 @@ def step_seconds(
         + engine.of("prefill_host_layer_s") * values["prefill_layers"]
     )
     top, low = np.maximum(device, host), np.minimum(device, host)
-    busy = top * (1 + (low / np.maximum(top, 1e-12)) ** _SHARPNESS) ** (1 / _SHARPNESS)
+    busy = top * (1 + (low / np.maximum(top, 1e-12)) ** SHARPNESS) ** (1 / SHARPNESS)
     seconds = busy + engine.of("step_s") + engine.of("sequence_s") * values["sequences"]
     return np.asarray(seconds)

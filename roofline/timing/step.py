@@ -46,8 +46,8 @@ SECONDS = (
 )
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
 LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
-_SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
-_SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
+SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
+SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
 
@@ -121,10 +121,10 @@ def step_terms(config: ModelConfig, steps: Steps, layout: Layout, chip: Hardware
 
     Sizes are tokens and sequences; seconds come from the chip's kernel constants and leave out what the engine adds.
     """
-    return _Fold(config, steps, layout, chip, eff).terms()
+    return StepFold(config, steps, layout, chip, eff).terms()
 
 
-class _Fold:
+class StepFold:
     """Goes over the ops of a step once, adding each one's kernel time and roofline time."""
 
     def __init__(self, config: ModelConfig, steps: Steps, layout: Layout, chip: Hardware, eff: Efficiency) -> None:
@@ -150,7 +150,7 @@ class _Fold:
         prefills = (steps.prompts > 0) * 1.0
         self.values["layers"] += layers * (1 - prefills)
         sparse = float(len(self.config.sparse_layers))
-        launches = layers + (_SPARSE_LAUNCHES - 1) * sparse
+        launches = layers + (SPARSE_LAUNCHES - 1) * sparse
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
@@ -250,7 +250,7 @@ class _Fold:
                 pairs = _windowed(np, steps.reached, window) - _windowed(np, steps.reached - steps.chunk, window)
             seconds = attention_prefill_s(prompts, chunk, np.maximum(reached, chunk), heads, kv_heads, width, **sizes)
             # A few new tokens of each prompt: their query heads share a pass over the cache, as in a decode step.
-            passes = np.maximum(1.0, chunk * heads / kv_heads / _SHARED_ROWS)
+            passes = np.maximum(1.0, chunk * heads / kv_heads / SHARED_ROWS)
             shared = attention_decode_s(prompts, np.maximum(reached, 1), heads, kv_heads, width, **sizes) * passes
             seconds = np.minimum(seconds, shared)
             flops = 4.0 * steps.prompts * share * heads * width * pairs
