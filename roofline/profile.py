@@ -17,6 +17,8 @@ from roofline.timing.engine import CONSTANTS, Engine
 from roofline.timing.scheduling import Scheduler
 
 KINDS = ("single", "batched", "prefill")
+_FAR_VERSIONS = 3.0  # minor versions; a profile of versions farther away is only the nearest
+_BUILDS_A_YEAR = 2300  # of llama.cpp, which numbers its builds since early 2023: b1500, b4500 (January 2025)
 FEW_ROWS = 8  # a profile of fewer is taken on another GPU only where none of more is nearly as near
 
 
@@ -157,7 +159,7 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
 
     def far(profile: Profile) -> tuple[float, str]:
         newest = -0.01 * max((_age(text) for text in profile.versions), default=0)
-        apart = min((abs(_age(version) - _age(text)) for text in profile.versions), default=0) if version else newest
+        apart = _versions_apart(version, profile.versions) if version else newest
         few = 8.0 if profile.num_rows < FEW_ROWS else 0.0
         return 10 * _apart(chip, profile) + apart + few, profile.name
 
@@ -168,9 +170,14 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
         reasons.append(f"no profile of {engine} is known")
     if where and best.hardware and where not in best.hardware:
         reasons.append(f"nothing was fitted on {where}; by architecture {', '.join(best.hardware)} is nearest")
-    if version and own and min(abs(_age(version) - _age(text)) for text in best.versions) > 3:
+    if version and own and _versions_apart(version, best.versions) > _FAR_VERSIONS:
         reasons.append(f"version {version} is far from {', '.join(best.versions)}")
     return Choice(best, bool(reasons), "; ".join(reasons))
+
+
+def _versions_apart(version: str, versions: Sequence[str]) -> float:
+    """From a version to the nearest of a profile's; just near enough where its rows don't state theirs."""
+    return min((abs(_age(version) - _age(text)) for text in versions), default=_FAR_VERSIONS)
 
 
 def _chip(hardware: Hardware | str) -> Hardware | None:
@@ -204,6 +211,9 @@ def _between(chip: Hardware, other: Hardware) -> float:
 
 def _age(version: str) -> float:
     """A version as a number that grows with time: releases of a year count for about ten minor versions."""
+    build = re.fullmatch(r"b(\d+)", version.strip().lower())
+    if build:
+        return (int(build.group(1)) / _BUILDS_A_YEAR) * 6 + 2
     numbers = [int(part) for part in re.findall(r"\d+", version)]
     if not numbers:
         return 10.0

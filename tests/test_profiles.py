@@ -90,12 +90,23 @@ def test_qwen_2_5_7b_on_a_4090_as_somebody_measured_it() -> None:
         ("vllm", "h100-sxm", "0.7.3", "vllm-0.7-h100"),
         ("vllm", "l40s", "0.19", "vllm-0.19-rtx-4090"),
         ("llama.cpp", "a6000", "", "llama.cpp-2024-rtx-3090"),
+        ("llama.cpp", "rtx-4090", "b4567", "llama.cpp-2024-rtx-4090"),
+        ("llama.cpp", "rtx-3090", "b3000", "llama.cpp-2024-rtx-3090"),
         ("gpt-fast", "h100-sxm", "", "gpt-fast-2024-a100"),
         ("nobody's engine", "a100-80gb-sxm", "", "any"),
     ],
 )
 def test_which_profile_is_chosen(engine: str, hardware: str, version: str, name: str) -> None:
     assert choose_profile(known_profiles(), engine, hardware, version).profile.name == name
+
+
+@pytest.mark.parametrize("engine", sorted({profile.engine for profile in known_profiles()}))
+def test_an_engine_has_a_profile_for_every_chip_and_version(engine: str) -> None:
+    for chip in known_ids():
+        for version in ("", "b4567", "0.6.1", "2031", "main"):
+            choice = find_profile(f"{engine}=={version}" if version else engine, chip)
+            assert choice.profile.engine == engine
+            assert choice.nearest == bool(choice.reason)
 
 
 def test_the_nearest_profile_says_what_it_is_the_nearest_to() -> None:
