@@ -218,7 +218,7 @@ def test_a_model_that_is_too_large_says_what_it_takes() -> None:
         "Qwen3-30B-A3B on rtx-4090 doesn't fit: weights, activations and overhead take 58.61 GiB of 21.17 GiB"
     )
     assert text_of("roofline memory Qwen2.5-7B --hardware rtx-4090").splitlines()[0] == (
-        "Qwen2.5-7B on rtx-4090 doesn't fit: KV pool 4.31 GiB (4.630 GB), 80,720 tokens, less than one sequence of "
+        "Qwen2.5-7B on rtx-4090 doesn't fit: KV pool 4.65 GiB (4.995 GB), 87,088 tokens, less than one sequence of "
         "131,072 tokens"
     )
 
