@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from qwenjax.command_line import CHECK_FAILED, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
+from qwenjax.hf_keys import Note
 from roofline.cli_options import BatchOption, JsonOption, ModelArgument, maybe_whole_number, whole_number
 from roofline.formulas.compiled import CompiledStep
 from roofline.report.check import check_record, check_text
@@ -56,7 +58,7 @@ def check(
     """
     from roofline.check import check_program, check_sampling, step_of
 
-    config = ModelConfig.from_hf(model)
+    config = _unquantised(ModelConfig.from_hf(model))
     if phase is not None and phase not in PHASES:
         raise InputError("--phase", phase, "is not a kind of step", f"Use {', '.join(PHASES)}.")
     sequences = whole_number("--batch", batch)
@@ -73,6 +75,15 @@ def check(
     show(record, check_text, as_json)
     if not record["holds"]:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _unquantised(config: ModelConfig) -> ModelConfig:
+    """The same architecture with plain weights: quantised ones don't run here, and change no product's FLOPs."""
+    if config.quantization is None:
+        return config
+    text = f"{config.quantization.method} weights don't run here: the architecture is checked with plain ones"
+    note = Note("warning", "quantization_config", text)
+    return replace(config, quantization=None, notes=(*config.notes, note))
 
 
 def _lengths(

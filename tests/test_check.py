@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -277,6 +278,14 @@ def test_a_step_that_cannot_be_is_refused(options: str) -> None:
     result = run(f"roofline check Qwen2.5-0.5B {options}")
     assert (result.status, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1] == MESSAGES[options]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B-FP8", "Qwen3-30B-A3B-FP8", "Qwen2.5-7B-Instruct-GPTQ-Int4"])
+def test_the_command_checks_a_quantised_model_s_architecture_and_says_so(name: str) -> None:
+    told = run(f"roofline check {name} --phase decode --context 64 --json")
+    assert told.status == 0
+    assert "weights don't run here: the architecture is checked with plain ones" in told.stderr
+    assert json.loads(told.stdout)["totals"]["unexplained_flops"] == 0
 
 
 def test_quantised_models_are_refused() -> None:
