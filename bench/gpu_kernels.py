@@ -17,7 +17,7 @@ from qwenjax.errors import InputError
 from roofline.gpu_compile import CompileJob, check_compiler, compile_step
 from roofline.gpu_target import check_target
 from roofline.hardware import Hardware
-from roofline.hlo import Instruction, parse_hlo
+from roofline.hlo import Instruction, Module, parse_hlo
 from roofline.kernel_rows import read_kernels
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ class Program(NamedTuple):
         return dict(counts.most_common())
 
 
-def read_program(hlo_text: str, job: CompileJob) -> Program:
+def read_program(module: Module, job: CompileJob) -> Program:
     """The kernels of a compiled program, a loop's as often as it turns, with the settings of those that have some."""
-    module = parse_hlo(hlo_text)
     instructions = {i.name: i for body in module.computations.values() for i in body.instructions}
     kernels = read_kernels(module, job)
     made: Counter[Made] = Counter()
@@ -98,14 +97,15 @@ def compare_kernels(bench: Bench, config: ModelConfig, step: Step) -> None:
     hardware = chip or roof
     if hardware is None:
         raise RuntimeError("neither the card nor its rates are known, and kernels are timed by them")
-    here = read_program(text, CompileJob(cut, step, hardware, dtype=DTYPE))
+    here = read_program(parse_hlo(text), CompileJob(cut, step, hardware, dtype=DTYPE))
     entry = step_record(cut, step) | _program_record(here) | {"gpu_free": None, "problem": _missing(chip)}
     bench.record["kernels"].append(entry)  # kept even where the compile for the absent card fails
     if chip is None or entry["problem"]:
         return
     compiled = compile_step(cut, step, chip, dtype=DTYPE)
     _keep_text(bench, f"{name}_gpu_free", compiled.hlo)
-    there = read_program(compiled.hlo, CompileJob(cut, step, chip, dtype=DTYPE))
+    absent = parse_hlo(compiled.hlo)
+    there = read_program(absent, CompileJob(cut, step, chip, dtype=DTYPE))
     row = row_of(bench, cut, step)
     measured_s = None if row is None else row["measured_s"]
     predicted_s = _time_s(there.kernels)
@@ -118,7 +118,7 @@ def compare_kernels(bench: Bench, config: ModelConfig, step: Step) -> None:
         "error": None if measured_s is None else predicted_s / measured_s - 1,
     }
     if roof is not None:  # the same kernels by the rates that were measured, and a launch for each
-        rated = read_program(compiled.hlo, CompileJob(cut, step, roof, dtype=DTYPE))
+        rated = read_program(absent, CompileJob(cut, step, roof, dtype=DTYPE))
         launches = there.num_kernels * bench.record["calibration"].get("launch_s", 0.0)
         at_rates_s = _time_s(rated.kernels) + launches
         error = None if measured_s is None else at_rates_s / measured_s - 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from gpu_kernels import read_program
 from gpu_record import DTYPE, Bench, measured_hardware
 from gpu_steps import compiled_step, loaded, row_of, step_record
 
@@ -12,6 +11,8 @@ from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
 from roofline.calibrated import predict_calibrated
 from roofline.gpu_compile import CompileJob
+from roofline.hlo import parse_hlo
+from roofline.kernel_rows import read_kernels
 from roofline.measure import step_call
 from roofline.predict import predict_step
 from roofline.trace import measure_time_by_op
@@ -24,8 +25,8 @@ def measure_split(bench: Bench, config: ModelConfig, step: Step) -> None:
     hardware, row = measured_hardware(bench.record), row_of(bench, cut, step)
     if hardware is None or not hardware.measured or row is None:
         raise RuntimeError("the step or the calibration is missing, so there is nothing to split")
-    text = compiled_step(cut, step).as_text() or ""
-    kernels = read_program(text, CompileJob(cut, step, hardware, dtype=DTYPE)).kernels
+    program = parse_hlo(compiled_step(cut, step).as_text() or "")
+    kernels = read_kernels(program, CompileJob(cut, step, hardware, dtype=DTYPE))
     roof = predict_step(cut, step, hardware, dtype=DTYPE)
     terms = program_terms(roof, kernels, hardware.measured["launch_s"], "the best rates that were measured")
     terms = measured_terms(terms, row["predicted_s"], hardware.measured["dispatch_s"], row["measured_s"])
@@ -34,7 +35,7 @@ def measure_split(bench: Bench, config: ModelConfig, step: Step) -> None:
 
     call = step_call(cut, params, step, DTYPE)
     call()
-    shares = measure_time_by_op(call, text)
+    shares = measure_time_by_op(call, program)
     predicted = {op.op: op.time_s for op in predict_calibrated(cut, step, hardware, DTYPE)}
     bench.record["ops"] += [
         step_record(cut, step)

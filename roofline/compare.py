@@ -18,7 +18,7 @@ from roofline.calibrated import predict_calibrated
 from roofline.count import count_kv_bytes_per_token, count_weight_bytes
 from roofline.gpu_compile import CompileJob
 from roofline.hardware import Hardware
-from roofline.hlo import parse_hlo
+from roofline.hlo import Module, parse_hlo
 from roofline.kernel_rows import OTHER, Kernel, read_kernels
 from roofline.measure import available_memory_bytes, environment, fill_params, measure_call, step_call
 from roofline.predict import predict_step
@@ -138,7 +138,7 @@ def compare(
         row = _measure(config, params, step, hardware, dtype, budget_s)
         rows.append(row)
         if step.batch == 1 and step.kv_len == max(prompts):
-            program = _program_text(config, step, dtype)
+            program = _program(config, step, dtype)
             ops += _split(config, params, step, hardware, dtype, row.measured_s, program)
             waterfalls.append(_waterfall(config, step, hardware, dtype, row, program))
     progress("done", 1.0)
@@ -194,14 +194,14 @@ def _measure(
     )  # fmt: skip
 
 
-def _program_text(config: ModelConfig, step: Step, dtype: str) -> str:
-    """The compiled program of a step, as XLA prints it."""
+def _program(config: ModelConfig, step: Step, dtype: str) -> Module:
+    """The compiled program of a step."""
     from qwenjax.model import decode_step, prefill, step_shapes
 
     function = prefill if step.phase == "prefill" else decode_step
     phase: Phase = "prefill" if step.phase == "prefill" else "decode"
     tree, arguments, cache = step_shapes(config, phase, step.batch, step.query_len, step.kv_len, dtype)
-    return function.lower(config, tree, *arguments, cache).compile().as_text() or ""
+    return parse_hlo(function.lower(config, tree, *arguments, cache).compile().as_text() or "")
 
 
 def _split(
@@ -211,7 +211,7 @@ def _split(
     hardware: Hardware,
     dtype: str,
     measured_s: float,
-    program: str,
+    program: Module,
 ) -> list[GroupTime]:
     """Parts the measured time by the profiler's shares; the prediction's parts beside them."""
     call = step_call(config, params, step, dtype)
@@ -234,7 +234,7 @@ def _split(
 
 
 def _waterfall(
-    config: ModelConfig, step: Step, hardware: Hardware, dtype: str, row: CompareRow, program: str
+    config: ModelConfig, step: Step, hardware: Hardware, dtype: str, row: CompareRow, program: Module
 ) -> Waterfall:
     """The measured time by cause, from the roof that calibrate saw to the residual."""
     ideal = predict_step(config, step, hardware, dtype=dtype, kv_dtype=dtype)
@@ -245,10 +245,10 @@ def _waterfall(
     return step_waterfall((row.phase, row.batch, row.query_len, row.context), terms, row.measured_s)
 
 
-def _kernels(program: str, job: CompileJob) -> list[Kernel]:
+def _kernels(program: Module, job: CompileJob) -> list[Kernel]:
     """The program's kernels; where the compiler dropped a product's name, the weight that it reads tells its op."""
     names = instruction_ops(program)
-    found = read_kernels(parse_hlo(program), job)
+    found = read_kernels(program, job)
     return [replace(kernel, op=names.get(kernel.name, OTHER)) if kernel.op == OTHER else kernel for kernel in found]
 
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qwenjax.ops import OPS
+from roofline.hlo import Computation, Instruction, Module
+from roofline.kernel_rows import CACHE, OTHER, scope_op
 
-OTHER = "other"
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(([^)]*)\)")
-_NAME = re.compile(r"%([\w.\-]+)")
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_LEAF = re.compile(r"\[\\?'(\w+)\\?'\]")  # the text escapes the quotes of params['name']
-_CALLS = re.compile(r"calls=%?([\w.\-]+)")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_SCOPES = {op.name: op.name for op in OPS} | {"cache": "rope"}  # the inventory writes the cache in the rope row
+_LEAF = re.compile(r"\['(\w+)'\]")  # of params['layers'][0]['name']
+_VIEWS = ("bitcast", "copy", "convert", "transpose", "reshape")
 _GROUPED = frozenset(op.name for op in OPS if op.kind == "grouped")
 # Which product reads a weight; the embedding is one only as a tied output head.
 _READERS = {leaf: op.name for op in OPS if op.kind in ("matmul", "grouped") for leaf in op.leaves} | {
@@ -27,11 +22,11 @@ _READERS = {leaf: op.name for op in OPS if op.kind in ("matmul", "grouped") for 
 }
 
 
-def measure_time_by_op(call: Callable[[], Any], hlo_text: str, repeats: int = 3) -> dict[str, float]:
+def measure_time_by_op(call: Callable[[], Any], program: Module, repeats: int = 3) -> dict[str, float]:
     """Share of device time by op name, summing to 1, of a call that is already compiled. Threads' times are added."""
     import jax
 
-    names = instruction_ops(hlo_text)
+    names = instruction_ops(program)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(repeats):
@@ -57,47 +52,35 @@ def _events(folder: Path) -> Iterator[tuple[str, float]]:
                     yield str(stats.get("hlo_op", event.name)), event.duration_ns * 1e-9
 
 
-@dataclass(frozen=True)
-class _Instruction:
-    scope: str  # of its own metadata, "" where it has none
-    opcode: str
-    operands: tuple[str, ...]
-    calls: str
-    leaf: str  # of the parameter tree, if it is a parameter
-
-
-def instruction_ops(hlo_text: str) -> Mapping[str, str]:
+def instruction_ops(program: Module) -> Mapping[str, str]:
     """Op name of each instruction of a compiled program.
 
     By the weight that a matrix product reads, else by the named scope in the instruction's or its fused body's
     metadata; rewriting passes drop metadata, so what is left takes the name of the operand it works on.
     """
-    computations = _parse(hlo_text)
     found: dict[str, str] = {}
-    for body in computations.values():
-        for name, instruction in body.items():
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
             if instruction.opcode in ("while", "conditional", "call"):
                 continue  # their time is that of the instructions inside
-            fused = computations.get(instruction.calls, {})
-            found[name] = _op_of(instruction, body, fused, found)
+            fused = program.computations.get((instruction.attribute("calls") or "").lstrip("%"))
+            inner = fused.instructions if fused else ()
+            found[instruction.name] = _op_of(instruction, computation, inner, found)
     return found
 
 
 def _op_of(
-    instruction: _Instruction,
-    body: Mapping[str, _Instruction],
-    fused: Mapping[str, _Instruction],
-    found: Mapping[str, str],
+    instruction: Instruction, within: Computation, fused: Sequence[Instruction], found: Mapping[str, str]
 ) -> str:
-    multiplies = instruction.opcode == "dot" or any(inner.opcode == "dot" for inner in fused.values())
+    multiplies = instruction.opcode == "dot" or any(inner.opcode == "dot" for inner in fused)
     if multiplies:
-        leaves = [_leaf(operand, body) for operand in instruction.operands]
+        leaves = [_leaf(operand, within) for operand in instruction.operands]
         read = next((_READERS[leaf] for leaf in leaves if leaf in _READERS), "")
         if read:
             return read
-    inner = [part.scope for part in fused.values() if part.scope]
-    if instruction.scope or inner:
-        return instruction.scope or inner[-1]  # the last makes the fusion's result
+    own, inner = _scope(instruction), [scope for part in fused if (scope := _scope(part))]
+    if own or inner:
+        return own or inner[-1]  # the last makes the fusion's result
     before = [found[operand] for operand in instruction.operands if found.get(operand, OTHER) != OTHER]
     gathered = next((op for op in before if op in _GROUPED), "")
     if multiplies and gathered:  # on weights taken out of the stack
@@ -107,40 +90,16 @@ def _op_of(
     return before[0] if before else OTHER
 
 
-def _leaf(name: str, body: Mapping[str, _Instruction]) -> str:
+def _leaf(name: str, within: Computation) -> str:
     """The parameter that an operand is, seen through reshapes and copies."""
-    instruction = body.get(name)
-    while instruction is not None and instruction.opcode in ("bitcast", "copy", "convert", "transpose", "reshape"):
-        instruction = body.get(instruction.operands[0])
-    return instruction.leaf if instruction is not None else ""
+    instruction = within.by_name[name]
+    while instruction.opcode in _VIEWS:
+        instruction = within.by_name[instruction.operands[0]]
+    leaves = _LEAF.findall(instruction.op_name) if instruction.opcode == "parameter" else []
+    return leaves[-1] if leaves else ""
 
 
-def _parse(hlo_text: str) -> dict[str, dict[str, _Instruction]]:
-    """Instructions by name, by computation, in the order of the text (called before calling)."""
-    computations: dict[str, dict[str, _Instruction]] = {}
-    body: dict[str, _Instruction] = {}
-    for line in hlo_text.splitlines():
-        opening = _COMPUTATION.match(line)
-        if opening:
-            body = computations.setdefault(opening.group(1), {})
-            continue
-        match = _INSTRUCTION.match(line)
-        if not match:
-            continue
-        name, opcode, operands = match.groups()
-        called = _CALLS.search(line)
-        leaf = _LEAF.findall(line) if opcode == "parameter" else []
-        body[name] = _Instruction(
-            _scope(line),
-            opcode,
-            tuple(_NAME.findall(operands)),
-            called.group(1) if called else "",
-            leaf[-1] if leaf else "",
-        )
-    return computations
-
-
-def _scope(line: str) -> str:
-    path = _OP_NAME.search(line)
-    parts = path.group(1).split("/") if path else []
-    return next((_SCOPES[part] for part in reversed(parts) if part in _SCOPES), "")
+def _scope(instruction: Instruction) -> str:
+    """The op whose named scope made it; the inventory writes the cache in the rope row."""
+    scope = scope_op(instruction.op_name)
+    return "rope" if scope == CACHE else scope or ""

@@ -293,7 +293,7 @@ def test_autotuned_kernels_are_set_against_those_of_the_default_tiling(
     kernels = importlib.import_module("gpu_kernels")
     job = CompileJob(ModelConfig.from_hf(models["dense"]), Step.decode(1, 16), load_hardware("h200"))
     default, tuned, library = (
-        kernels.read_program(ENTRY.replace("PRODUCT", product), job)
+        kernels.read_program(parse_hlo(ENTRY.replace("PRODUCT", product)), job)
         for product in (TRITON.replace("WARPS", "2"), TRITON.replace("WARPS", "8"), CUBLAS)
     )
     assert kernels.difference(default, default) == []

@@ -7,6 +7,7 @@ import pytest
 from qwenjax import ModelConfig
 from qwenjax.ops import OPS, ops_of
 from roofline import Step
+from roofline.hlo import Module, parse_hlo
 from roofline.measure import fill_params, step_call
 from roofline.trace import OTHER, instruction_ops, measure_time_by_op
 
@@ -16,12 +17,12 @@ TINY = ModelConfig(
 )  # fmt: skip
 
 
-def _compiled(step: Step) -> str:
+def _compiled(step: Step) -> Module:
     from qwenjax.model import decode_step, prefill, step_shapes
 
     function = prefill if step.phase == "prefill" else decode_step
     params, arguments, cache = step_shapes(TINY, step.phase, step.batch, step.query_len, step.kv_len, "float32")
-    return function.lower(TINY, params, *arguments, cache).compile().as_text() or ""
+    return parse_hlo(function.lower(TINY, params, *arguments, cache).compile().as_text() or "")
 
 
 @pytest.mark.parametrize("step", [Step.prefill(1, 64), Step.decode(1, 64), Step.decode(3, 64)])
@@ -53,7 +54,7 @@ ENTRY %main (w: f32[8,4], x: f32[1,4], k: f32[2,4]) -> f32[1,8] {
   ROOT %add.1 = f32[1,8]{1,0} add(%dot.1, %dot.1)
 }
 """
-    found = instruction_ops(text)
+    found = instruction_ops(parse_hlo(text))
     assert {name: found[name] for name in ("dot.1", "fusion.1", "dot.2", "dot.3", "copy.2", "add.1")} == {
         "dot.1": "down_proj", "fusion.1": "swiglu", "dot.2": "scores", "dot.3": "values", "copy.2": "values",
         "add.1": "down_proj",
