@@ -19,6 +19,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from error_groups import Group, group_of
 from kernel_csv import Skipped, Table
 from kernel_steps import step_sums
 from kernel_tables import chip_of, read_folder
@@ -57,18 +58,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Errors of some rows: number, median and 90th percentile of |error|, share inside the interval."""
-
-    by: str
-    key: str
-    n: int
-    median_abs_error: float | None
-    p90_abs_error: float | None
-    inside_interval: float | None
-
-
-@dataclass(frozen=True)
 class Score:
     """A folder's rows and groups, and where the constants came from."""
 
@@ -79,8 +68,8 @@ class Score:
 
     def record(self) -> dict[str, Any]:
         rows = [row.record() for row in self.rows]
-        groups = [vars(group) for group in self.groups]
-        return {"provenance": self.provenance, "rows": rows, "groups": groups, "total": vars(self.total)}
+        groups = [group.record() for group in self.groups]
+        return {"provenance": self.provenance, "rows": rows, "groups": groups, "total": self.total.record()}
 
 
 def score_folder(folder: Path, chip_name: str | None = None) -> Score:
@@ -94,7 +83,8 @@ def score_folder(folder: Path, chip_name: str | None = None) -> Score:
     rows += [_left_out(row) for row in skipped]
     groups = [_group("kernel", key, chosen) for key, chosen in _by(rows, "kernel")]
     groups += [_group("size", key, chosen) for key, chosen in _by(rows, "size")]
-    groups += [_group_of("step", key, pairs) for key, pairs in step_sums(tables, chip, efficiency).items()]
+    for key, pairs in step_sums(tables, chip, efficiency).items():
+        groups.append(group_of("step", key, [predicted / measured - 1 for predicted, measured in pairs]))
     return Score(provenance, rows, groups, _group("total", "all", rows))
 
 
@@ -129,29 +119,12 @@ def _by(rows: Iterable[Row], name: str) -> list[tuple[str, list[Row]]]:
 
 
 def _group(by: str, key: str, rows: Sequence[Row]) -> Group:
-    errors = [abs(row.error) for row in rows if row.error is not None]
     inside = [
         row.low <= row.measured <= row.high
         for row in rows
         if row.low is not None and row.high is not None and row.measured is not None
     ]
-    share = sum(inside) / len(inside) if inside else None
-    return Group(by, key, len(errors), _percentile(errors, 0.5), _percentile(errors, 0.9), share)
-
-
-def _group_of(by: str, key: str, pairs: Sequence[tuple[float, float]]) -> Group:
-    errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
-    return Group(by, key, len(errors), _percentile(errors, 0.5), _percentile(errors, 0.9), None)
-
-
-def _percentile(values: Sequence[float], share: float) -> float | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return group_of(by, key, [row.error for row in rows if row.error is not None], inside)
 
 
 def text(score: Score, worst: int = _WORST) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from cases import MemoryCase
+from error_groups import Group, group_of
 from kernel_cases import KernelCase
 
 from roofline.count import count_params
@@ -55,43 +55,11 @@ class Scored:
         return isinstance(self.asked, Case) and self.asked.h20_qwen3_table
 
 
-@dataclass(frozen=True)
-class Group:
-    """Errors of some rows: their number, median and 90th percentile of |error|, and the share inside the interval."""
-
-    by: str
-    key: str
-    n: int
-    median_abs_error: float | None
-    p90_abs_error: float | None
-    inside_interval: float | None
-
-    def record(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies, with straight lines between neighbours."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 def group(by: str, key: str, rows: Iterable[Scored]) -> Group:
     """The errors of the rows that have a prediction."""
     chosen = [row for row in rows if row.error is not None]
-    errors = [abs(row.error) for row in chosen if row.error is not None]
-    inside = [row.is_inside for row in chosen if row.is_inside is not None]
-    return Group(
-        by,
-        key,
-        len(errors),
-        statistics.median(errors) if errors else None,
-        percentile(errors, 0.9) if errors else None,
-        sum(inside) / len(inside) if inside else None,
-    )
+    errors = [row.error for row in chosen if row.error is not None]
+    return group_of(by, key, errors, [row.is_inside for row in chosen if row.is_inside is not None])
 
 
 def groups_of(rows: Sequence[Scored]) -> list[Group]:

@@ -26,7 +26,10 @@ def load_bench() -> Modules:
     """The bench's modules by name, imported as its scripts import each other."""
     if str(BENCH) not in sys.path:
         sys.path.insert(0, str(BENCH))
-    names = ("cases", "case_fields", "case_notes", "kernel_cases", "score", "score_predict", "score_targets", "scored")
+    names = (
+        *("cases", "case_fields", "case_notes", "error_groups", "kernel_cases"),
+        *("score", "score_predict", "score_targets", "scored"),
+    )
     return {name: importlib.import_module(name) for name in names}
 
 

@@ -65,7 +65,7 @@ def test_groups_hold_median_tail_and_the_share_inside(bench: Modules, write: Wri
 
 
 def test_percentiles_are_straight_lines_between_neighbours(bench: Modules) -> None:
-    percentile = bench["scored"].percentile
+    percentile = bench["error_groups"].percentile
     assert percentile([4.0], 0.9) == 4.0
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile([0.0, 10.0], 0.9) == pytest.approx(9.0)
