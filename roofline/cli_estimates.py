@@ -30,7 +30,9 @@ from roofline.cli_options import (
     LogitsOption,
     MaybeHardwareOption,
     ModelArgument,
+    PhaseOption,
     ProfileOption,
+    QueryLenOption,
     TpOption,
     WeightsOption,
     batch_sizes,
@@ -88,12 +90,9 @@ def params(
 
 def step(
     model: ModelArgument,
-    phase: Annotated[str, typer.Option("--phase", metavar="prefill|decode", help="The kind of step.")],
+    phase: PhaseOption,
     batch: BatchOption = "1",
-    query_len: Annotated[
-        str | None,
-        typer.Option("--query-len", metavar="TOKENS", help="New tokens of each sequence in a prefill; a decode has 1."),
-    ] = None,
+    query_len: QueryLenOption = None,
     context: Annotated[
         str | None,
         typer.Option("--context", metavar="TOKENS", help="Tokens that each sequence attends, the new ones included."),

@@ -19,7 +19,11 @@ from roofline.cli_options import (
     BatchOption,
     DtypeOption,
     JsonOption,
+    LayersOption,
     ModelArgument,
+    PhaseOption,
+    QueryLenOption,
+    check_figure,
     maybe_whole_number,
     positive_number,
 )
@@ -28,6 +32,7 @@ from roofline.hardware import Hardware, load_hardware
 
 if TYPE_CHECKING:
     from roofline.kernels import KernelReport
+    from roofline.waterfall import Waterfall
 
 
 def kernels(
@@ -35,12 +40,9 @@ def kernels(
     hardware: Annotated[
         str, typer.Option("--hardware", metavar="HARDWARE", help="An NVIDIA GPU's id such as rtx-4090, or a TOML file.")
     ],
-    phase: Annotated[str, typer.Option("--phase", metavar="prefill|decode", help="The kind of step.")],
+    phase: PhaseOption,
     batch: BatchOption = "1",
-    query_len: Annotated[
-        str | None,
-        typer.Option("--query-len", metavar="TOKENS", help="New tokens of each sequence in a prefill; a decode has 1."),
-    ] = None,
+    query_len: QueryLenOption = None,
     context: Annotated[
         str | None,
         typer.Option("--context", metavar="TOKENS", help="Tokens that each sequence attends; the cache holds as many."),
@@ -49,9 +51,7 @@ def kernels(
         str,
         typer.Option("--mesh", metavar="SxHxD", help="Slices, hosts and devices a host, which split heads and widths."),
     ] = "1x1x1",
-    layers: Annotated[
-        str | None, typer.Option("--layers", metavar="N", help="Cut the model to its first N layers.")
-    ] = None,
+    layers: LayersOption = None,
     dtype: DtypeOption = None,
     every: Annotated[bool, typer.Option("--all", help="List every kernel, not sums by op.")] = False,
     launch_us: Annotated[
@@ -87,7 +87,7 @@ def kernels(
     if hlo is not None:
         _check_writable(Path(hlo))
     if plot is not None:
-        _check_plot(plot)
+        check_figure(plot)
     say_notes((*config.notes, *defaults))
     from roofline.kernels import compile_jobs, kernels_waterfall
     from roofline.report.kernels import kernels_record, kernels_text
@@ -95,13 +95,13 @@ def kernels(
     jobs = [job] if plot is None else [job, check_job(replace(job, step=_other_step(step)))]
     say(f"compiling for {job.hardware.id}{f' x {job.num_devices}' if job.num_devices > 1 else ''} ...")
     reports = compile_jobs(jobs)
-    report, waterfall = reports[0], kernels_waterfall(reports[0], launch_s)
+    report, waterfalls = reports[0], [kernels_waterfall(made, launch_s) for made in reports]
     if hlo is not None:
         Path(hlo).write_text(report.compiled.hlo, encoding="utf-8")
     if plot is not None:
-        _plot(reports, launch_s, plot)
+        _plot(reports, waterfalls, plot)
     notes = (*config.notes, *defaults)
-    record = {**kernels_record(report, waterfall, config.num_hidden_layers), "plot": plot, "notes": notes}
+    record = {**kernels_record(report, waterfalls[0], config.num_hidden_layers), "plot": plot, "notes": notes}
     show(record, partial(kernels_text, every=every), as_json)
 
 
@@ -118,25 +118,18 @@ def _other_step(step: Step) -> Step:
     return Step.prefill(1, step.kv_len) if step.phase == "decode" else Step.decode(step.batch, step.kv_len)
 
 
-def _check_plot(path: str) -> None:
-    from roofline.plot_axes import check_path
-
-    check_path(path)
-
-
-def _plot(reports: Sequence[KernelReport], launch_s: float | None, path: str) -> None:
+def _plot(reports: Sequence[KernelReport], waterfalls: Sequence[Waterfall], path: str) -> None:
     """Prefill left, decode right."""
-    from roofline.kernels import kernels_waterfall
     from roofline.plot_data import roof_of
     from roofline.plot_kernels import KernelPanel, plot_kernels
 
     panels = []
-    for report in sorted(reports, key=lambda report: report.job.step.phase, reverse=True):
+    for report, waterfall in zip(reports, waterfalls, strict=True):
         step = report.job.step
         size = f"{step.query_len} tokens" if step.phase == "prefill" else f"context {step.kv_len}"
         count = f"{report.totals.num_kernels} kernels"
-        title = f"{step.phase}, batch {step.batch}, {size}: {count}"
-        panels.append(KernelPanel(title, report.kernels, kernels_waterfall(report, launch_s)))
+        panels.append(KernelPanel(f"{step.phase}, batch {step.batch}, {size}: {count}", report.kernels, waterfall))
+    panels.sort(key=lambda panel: panel.waterfall.phase, reverse=True)
     job = reports[0].job
     title = (
         f"{job.config.name or job.config.model_type}, {job.config.num_hidden_layers} layers, {job.dtype}, compiled for "

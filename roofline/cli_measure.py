@@ -12,7 +12,7 @@ from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.progress import shown
-from roofline.cli_options import JsonOption, batch_sizes, maybe_whole_number
+from roofline.cli_options import JsonOption, LayersOption, batch_sizes, check_figure, maybe_whole_number
 from roofline.hardware import Hardware, calibration_path, load_hardware, write_hardware
 from roofline.report.measured import calibration_record, calibration_text, compare_record, compare_text
 
@@ -45,9 +45,7 @@ def compare(
     ] = DEFAULT_MODEL,
     batches: Annotated[str, typer.Option("--batch", metavar="B|A,B,C", help="Batch sizes.")] = "1,4,8",
     prompts: Annotated[str, typer.Option("--prompt", metavar="T|A,B", help="Prompt lengths and contexts.")] = "128,512",
-    layers: Annotated[
-        str | None, typer.Option("--layers", metavar="N", help="Cut the model to its first N layers.")
-    ] = None,
+    layers: LayersOption = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="[default: float32 on a CPU, bfloat16 elsewhere]")
     ] = None,
@@ -73,7 +71,7 @@ def compare(
     cut = maybe_whole_number("--layers", layers)
     sizes, lengths = batch_sizes(batches), batch_sizes(prompts, "--prompt")
     if plot is not None:
-        _check_plot(plot)
+        check_figure(plot)
     say_notes(note for note in config.notes if note.kind == "warning")
     from roofline.compare import compare as run
     from roofline.compare import default_steps
@@ -145,12 +143,6 @@ def _is_stale(chip: Hardware) -> bool:
 
     now, then = environment(), chip.measured.get("environment", {})
     return any(now[key] != then.get(key) for key in ("device", "platform", "jaxlib"))
-
-
-def _check_plot(path: str) -> None:
-    from roofline.plot_axes import check_path
-
-    check_path(path)
 
 
 def _plot(result: Comparison, chip: Hardware, path: str) -> None:

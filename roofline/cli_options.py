@@ -34,6 +34,12 @@ MaybeHardwareOption = Annotated[
     str | None,
     typer.Option("--hardware", metavar="HARDWARE", help="An id such as rtx-4090, a TOML file, or `here`; for times."),
 ]
+PhaseOption = Annotated[str, typer.Option("--phase", metavar="prefill|decode", help="The kind of step.")]
+QueryLenOption = Annotated[
+    str | None,
+    typer.Option("--query-len", metavar="TOKENS", help="New tokens of each sequence in a prefill; a decode has 1."),
+]
+LayersOption = Annotated[str | None, typer.Option("--layers", metavar="N", help="Cut the model to its first N layers.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object, in SI units.")]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", metavar="DTYPE", help="Weights, as JAX names it.  [default: bfloat16]")
@@ -189,3 +195,10 @@ def weight_policy(
 def known_facts(model: str) -> KnownModel | None:
     """The published facts of a MODEL that was read by its name, None where it is a path."""
     return None if os.path.exists(model) else known_model_facts(model)
+
+
+def check_figure(path: str) -> None:
+    """Refuses a file that no figure can be written to, before anything is measured or compiled."""
+    from roofline.plot_axes import check_path
+
+    check_path(path)
