@@ -280,6 +280,7 @@ def _check_dense(name: str, figure: Figure) -> None:
     raise InputError(f"{name}.sparsity", figure.sparsity, "must say dense", remedy)
 
 
+@cache
 def known_ids() -> tuple[str, ...]:
     """The ids of the chips that come with the package, sorted; opens no file."""
     names = (entry.name for entry in _data_folder().iterdir())
