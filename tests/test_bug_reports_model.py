@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import hf_bridge
 import numpy as np
 import pytest
+import reference
 import tiny
+import torch
 from config_base import BASES, DROP, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, Json, changed
+from reference import TOLERANCE, YARN
 
 from qwenjax.config import ModelConfig
 from qwenjax.model import forward, hidden_states
 
-try:
-    import torch
-except ImportError as error:
-    if os.environ.get("CI") == "true":
-        raise
-    pytest.skip(f"needs torch and transformers, the `reference` extra ({error})", allow_module_level=True)
+pytestmark = reference.MARK
 
-pytestmark = pytest.mark.reference
-TOLERANCE = 2e-5  # the contract is 1e-4
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 # Row of the reports and what is tried: base and changes.
 CASES: dict[str, tuple[Json, Json]] = {
@@ -73,14 +64,6 @@ CASES: dict[str, tuple[Json, Json]] = {
     ),
     "F3 every third": (QWEN2_MOE, {"num_hidden_layers": 3, "decoder_sparse_step": 3}),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny products: threads cost more than they bring
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("case", CASES)
