@@ -80,7 +80,7 @@ def hardware(
         show(chip_record(load_hardware(chip)), chip_text, as_json)
 
 
-# A command whose work imports JAX or matplotlib imports them inside its function, so that the others start fast.
+# A command imports JAX, matplotlib and what no other needs inside its function, so that the others start fast.
 app.command()(cli_estimates.params)
 app.command()(cli_estimates.step)
 app.command()(cli_estimates.predict)

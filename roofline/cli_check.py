@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,8 +12,9 @@ from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.hf_keys import Note
 from roofline.cli_options import BatchOption, JsonOption, ModelArgument, maybe_whole_number, whole_number
-from roofline.formulas.compiled import CompiledStep
-from roofline.report.check import check_record, check_text
+
+if TYPE_CHECKING:
+    from roofline.formulas.compiled import CompiledStep
 
 DEFAULT_LENGTH = 1024  # tokens
 PHASES = ("prefill", "decode", "train")
@@ -57,6 +58,7 @@ def check(
     roofline check Qwen3-0.6B --phase prefill --query-len 256 --context 2048 --json
     """
     from roofline.check import check_program, check_sampling, step_of
+    from roofline.report.check import check_record, check_text
 
     config = _unquantised(ModelConfig.from_hf(model))
     if phase is not None and phase not in PHASES:

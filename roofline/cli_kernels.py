@@ -27,7 +27,6 @@ from roofline.cli_options import (
     maybe_whole_number,
     positive_number,
 )
-from roofline.gpu_compile import CompileJob, check_compiler, check_job
 from roofline.hardware import Hardware, load_hardware
 
 if TYPE_CHECKING:
@@ -77,6 +76,8 @@ def kernels(
     roofline kernels Qwen3-8B --hardware h100-sxm --phase decode --mesh 1x1x8 --layers 2
     roofline kernels Qwen3-8B --hardware l4 --phase decode --context 1024 --launch-us 2 --plot kernels.png
     """
+    from roofline.gpu_compile import CompileJob, check_compiler, check_job
+
     config = ModelConfig.from_hf(model)
     step, defaults = read_step(config, phase, batch, query_len, context)
     cut = maybe_whole_number("--layers", layers)

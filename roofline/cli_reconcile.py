@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,14 +10,11 @@ from qwenjax.command_line import CHECK_FAILED, say, say_notes, show
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from roofline.cli_options import JsonOption, KvDtypeOption, MaybeHardwareOption, ModelArgument, maybe_whole_number
-from roofline.engine_run import EngineRun, run_of_log
 from roofline.hardware import load_hardware
-from roofline.reconcile import account_of_log
-from roofline.reconcile_counters import reconcile_counters
-from roofline.report.reconcile import reconcile_record, reconcile_text
-from roofline.vllm_log import StartupLog, load_startup_log
-from roofline.vllm_memory import usage_of
-from roofline.vllm_metrics import load_counter_delta
+
+if TYPE_CHECKING:
+    from roofline.engine_run import EngineRun
+    from roofline.vllm_log import StartupLog
 
 
 def reconcile(
@@ -68,6 +65,14 @@ def reconcile(
     if vllm_log is None and vllm_metrics is None:
         remedy = "Give --vllm-log FILE, --vllm-metrics BEFORE AFTER, or both."
         raise InputError("reconcile", None, "has no engine's figures to set beside ours", remedy)
+    from roofline.engine_run import run_of_log
+    from roofline.reconcile import account_of_log
+    from roofline.reconcile_counters import reconcile_counters
+    from roofline.report.reconcile import reconcile_record, reconcile_text
+    from roofline.vllm_log import load_startup_log
+    from roofline.vllm_memory import usage_of
+    from roofline.vllm_metrics import load_counter_delta
+
     config, started = ModelConfig.from_hf(model), usage_of(usage)
     devices = maybe_whole_number("--tp", tp)
     chunk = maybe_whole_number("--max-num-batched-tokens", max_num_batched_tokens)

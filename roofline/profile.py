@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -37,6 +37,8 @@ class Profile:
     intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by kind of figure: factors on time
     elsewhere: tuple[float, float] = (0.7, 1.6)  # the same on GPUs and versions that it wasn't fitted on
     scheduler: Scheduler = field(default_factory=Scheduler)
+    scheduler_source: str = ""
+    sources: Mapping[str, int] = field(default_factory=dict)  # rows by repository or page
     num_rows: int = FEW_ROWS  # measurements that it was fitted on
 
     @property
@@ -80,9 +82,38 @@ class Choice:
 @cache
 def known_profiles() -> tuple[Profile, ...]:
     """Every profile that comes with the package, by name."""
+    return tuple(parse_profile(text) for text in _texts())
+
+
+@cache
+def _texts() -> tuple[str, ...]:
     folder = resources.files("roofline") / "data" / "profiles"
     names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".toml")) if folder.is_dir() else []
-    return tuple(parse_profile((folder / name).read_text(encoding="utf-8")) for name in names)
+    return tuple((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+@cache
+def _heads() -> tuple[Profile, ...]:
+    """What every profile is chosen by; the rest, most of its text, stands after the number of rows and isn't parsed."""
+    return tuple(_head(tomllib.loads(text.partition("\n[rows.by_source]")[0])) for text in _texts())
+
+
+@cache
+def _whole(name: str) -> Profile:
+    place = next(place for place, head in enumerate(_heads()) if head.name == name)
+    return parse_profile(_texts()[place])
+
+
+def _head(data: Mapping[str, Any]) -> Profile:
+    return Profile(
+        data["name"],
+        data["source"],
+        data["validation"],
+        data["engine"],
+        tuple(data["versions"]),
+        tuple(data["hardware"]),
+        num_rows=sum(data["rows"][grade] for grade in ("grade_a", "grade_b")),
+    )
 
 
 def parse_profile(text: str) -> Profile:
@@ -95,19 +126,16 @@ def parse_profile(text: str) -> Profile:
     }
     intervals = {kind: (float(pair[0]), float(pair[1])) for kind, pair in data["intervals"].items()}
     elsewhere = intervals.pop("elsewhere")
-    return Profile(
-        data["name"],
-        data["source"],
-        data["validation"],
-        data["engine"],
-        tuple(data["versions"]),
-        tuple(data["hardware"]),
-        constants,
-        schemes,
-        intervals,
-        elsewhere,
-        Scheduler(**{key: value for key, value in data["scheduler"].items() if key != "source"}),
-        sum(data["rows"][grade] for grade in ("grade_a", "grade_b")),
+    scheduler = dict(data["scheduler"])
+    return replace(
+        _head(data),
+        constants=constants,
+        schemes=schemes,
+        intervals=intervals,
+        elsewhere=elsewhere,
+        scheduler_source=scheduler.pop("source", ""),
+        scheduler=Scheduler(**scheduler),
+        sources=data["rows"].get("by_source", {}),
     )
 
 
@@ -124,11 +152,13 @@ def _checked(name: str, value: object) -> float:
 def load_profile(name: str) -> Profile:
     """The profile of this name; no engine's name stands for one, see `find_profile`."""
     text = name.strip().lower()
-    found = next((profile for profile in (BOUND, *known_profiles()) if profile.name == text), None)
-    if found is None:
-        known = ", ".join(profile.name for profile in (BOUND, *known_profiles()))
+    if text == BOUND.name:
+        return BOUND
+    names = [profile.name for profile in _heads()]
+    if text not in names:
+        known = ", ".join((BOUND.name, *names))
         raise InputError("profile", name, "is not a profile that is known here", f"Known: {known}.")
-    return found
+    return _whole(text)
 
 
 def find_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
@@ -136,17 +166,20 @@ def find_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
     text = name.strip().lower()
     if text == BOUND.name:
         return Choice(BOUND, False, "")
-    named = next((profile for profile in known_profiles() if profile.name == text), None)
+    named = next((profile for profile in _heads() if profile.name == text), None)
     chip = hardware.id if isinstance(hardware, Hardware) else hardware
     if named is not None:
         fits = chip is None or chip in named.hardware or named.engine == "any"
-        return Choice(named, not fits, "" if fits else f"it was fitted on {', '.join(named.hardware)}, not on {chip}")
+        return Choice(
+            _whole(text), not fits, "" if fits else f"it was fitted on {', '.join(named.hardware)}, not on {chip}"
+        )
     engine, _, version = text.partition("==")
-    engines = tuple(dict.fromkeys(profile.engine for profile in known_profiles()))
+    engines = tuple(dict.fromkeys(profile.engine for profile in _heads()))
     if engine not in engines:
-        known = ", ".join(("bound", *engines, *(profile.name for profile in known_profiles())))
+        known = ", ".join(("bound", *engines, *(profile.name for profile in _heads())))
         raise InputError("profile", name, "is not a profile or engine that is known here", f"Known: {known}.")
-    return choose_profile(known_profiles(), engine, hardware or "", version)
+    choice = choose_profile(_heads(), engine, hardware or "", version)
+    return replace(choice, profile=_whole(choice.profile.name))
 
 
 def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware | str, version: str = "") -> Choice:

@@ -15,7 +15,7 @@ from roofline.count import DtypePolicy, Experts, count_kv_bytes_per_token, count
 from roofline.hardware import Hardware, load_hardware
 from roofline.predict import Bandwidth, StepTime, device_of, time_step
 from roofline.profile import BOUND, Choice, Profile, find_profile
-from roofline.timing.expected import expect_request
+from roofline.timing.expected import Expected, expect_requests
 from roofline.utilization import compute_mbu, compute_mfu
 from roofline.weight_schemes import WeightScheme
 
@@ -82,8 +82,11 @@ def predict(
     if choice.profile is BOUND:
         return Prediction(tuple(request.row(size) for size in batches), BOUND)
     _check_profile(choice, mesh, bandwidth)
-    rows = tuple(_expected_row(request, request.row(size), choice) for size in batches)
-    return Prediction(rows, choice.profile, choice.reason)
+    rows = [
+        _expected_row(request.row(size), made, output, choice)
+        for size, made in zip(batches, _expected(request, batches, choice), strict=True)
+    ]
+    return Prediction(tuple(rows), choice.profile, choice.reason)
 
 
 def _check_profile(choice: Choice, mesh: Mesh, bandwidth: Bandwidth) -> None:
@@ -95,21 +98,25 @@ def _check_profile(choice: Choice, mesh: Mesh, bandwidth: Bandwidth) -> None:
         raise InputError("bandwidth", bandwidth, problem, "Leave it out, or use --profile bound.")
 
 
-def _expected_row(request: _Request, least: RequestRow, choice: Choice) -> RequestRow:
-    """What a profile expects where the bound says `least`; never less than that."""
-    steps = request.output - 1
+def _expected(request: _Request, batches: Sequence[int], choice: Choice) -> list[Expected]:
+    """What a profile expects of each batch, before the bound."""
     counted = request.experts if isinstance(request.experts, int) else None
-    made = expect_request(
+    return expect_requests(
         request.config,
         request.hardware,
         choice,
         request.policy,
-        batch=least.batch,
+        batches=batches,
         prompt=request.prompt,
         output=request.output,
         tp=request.mesh.tp,
         experts=request.config.num_experts if request.experts == "all" else counted,
     )
+
+
+def _expected_row(least: RequestRow, made: Expected, output: int, choice: Choice) -> RequestRow:
+    """What a profile expects where the bound says `least`; never less than that."""
+    steps = output - 1
     ttft = max(made.prefill_s, least.ttft_s)
     decode = max(made.decode_s, least.e2e_s - least.ttft_s)
     e2e = ttft + decode
@@ -121,7 +128,7 @@ def _expected_row(request: _Request, least: RequestRow, choice: Choice) -> Reque
         tpot_s=decode / steps if steps else None,
         e2e_s=e2e,
         tokens_per_s_per_sequence=steps / decode if steps else None,
-        throughput_tokens_per_s=least.batch * request.output / e2e,
+        throughput_tokens_per_s=least.batch * output / e2e,
         mfu=least.mfu * share,
         mbu=least.mbu * share,
         limited_by="the engine between kernels" if made.overhead_s > e2e / 2 else least.limited_by,

@@ -273,7 +273,7 @@ def test_requests_are_predicted_as_the_python_api_does(name: str) -> None:
     prediction = roofline.predict(config_of(name), "h100-sxm", prompt=200, output=20, batch=(1, 2, 3, 16))
     assert record["rows"] == as_json(prediction.rows)
     profile = prediction.profile
-    assert record["profile"] == {**profile.summary, "nearest": None}
+    assert record["profile"] == {**profile.summary, "sources": {}, "nearest": None}
     assert [row["batch"] for row in record["rows"]] == [1, 2, 3, 16]
 
 

@@ -38,7 +38,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
         return Compiled(text, 2.5, arguments, 12500, 6148, 12296, "0.10.2", assumed)
 
     monkeypatch.setattr("roofline.kernels.compile_steps", compile_steps)
-    monkeypatch.setattr("roofline.cli_kernels.check_compiler", lambda: "9.10")
+    monkeypatch.setattr("roofline.gpu_compile.check_compiler", lambda: "9.10")
     for name, config in (("dense", tiny.config_json()), ("moe", tiny.moe_json(num_hidden_layers=1))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))

@@ -28,6 +28,7 @@ from roofline.explain import (
 from roofline.explain.derivation import names_of
 from roofline.hardware import load_hardware
 from roofline.predict import predict_step
+from roofline.profile import load_profile
 from roofline.request import RequestRow, predict
 from roofline.timing.efficiency import load_efficiency
 
@@ -218,6 +219,14 @@ def test_any_request_s_bound_can_be_computed_again(
         config, chip, prompt=prompt, output=output, batch=batch, tp=tp, ep=ep, kv_dtype=kv_dtype, weights=weights
     ).rows[0]
     assert check_derivation(nodes)["throughput_tokens_per_s"] == pytest.approx(row.throughput_tokens_per_s, rel=SAME)
+
+
+def test_an_engines_derivation_says_what_its_scheduler_is_known_from() -> None:
+    chip, policy = load_hardware("a100-80gb-sxm"), DtypePolicy.for_model(config_of("Qwen2.5-7B"))
+    nodes = explain_request(config_of("Qwen2.5-7B"), chip, policy, prompt=64, output=8, batch=2, profile="vllm==0.6.3")
+    known = load_profile("vllm-0.6-a100").scheduler_source
+    assert known.startswith("vLLM before 0.8: prompts run before decodes")
+    assert any(known in node.source for node in nodes)
 
 
 # Single steps

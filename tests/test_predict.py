@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ from hypothesis import strategies as st
 
 from qwenjax import ModelConfig
 from roofline import InputError, Step, load_hardware, predict, predict_step, sweep
+from roofline.count import DtypePolicy
 from roofline.hardware import known_ids
+from roofline.predict import device_of
 from roofline.profile import known_profiles
+from roofline.report import predict_record, predict_text
 from roofline.utilization import compute_mbu, compute_mfu
 
 DENSE = ModelConfig.from_hf("Qwen2.5-7B")
@@ -181,3 +186,32 @@ def test_whole_messages(compute: object, message: str) -> None:
     with pytest.raises(InputError) as raised:
         compute()  # type: ignore[operator]
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("config", "output"), [(DENSE, 1), (DENSE, 40), (MOE, 40)])
+def test_batches_are_expected_together_as_each_alone(config: ModelConfig, output: int) -> None:
+    sizes = (1, 3, 64)
+    asked = partial(predict, config, "a100-80gb-sxm", prompt=3000, output=output, profile="vllm")
+    together = asked(batch=sizes).rows
+    for size, row in zip(sizes, together, strict=True):
+        alone = asked(batch=size).rows[0]
+        assert row.limited_by == alone.limited_by
+        assert [row.ttft_s, row.e2e_s, row.low, row.high] == pytest.approx(
+            [alone.ttft_s, alone.e2e_s, alone.low, alone.high], rel=1e-12
+        )
+
+
+def test_the_text_names_the_largest_sources_of_a_profile_and_json_all() -> None:
+    chip, policy = load_hardware("l40s"), DtypePolicy.for_model(DENSE)
+    made = predict(DENSE, chip, prompt=100, output=10, profile="any")
+    settings = {"prompt": 100, "output": 10, "dtype": "bfloat16", "kv_dtype": "bfloat16", "tp": 1, "ep": 1}
+    record = predict_record(DENSE, chip, device_of(chip, policy, "peak"), settings, made)
+    counts = sorted(made.profile.sources.values(), reverse=True)
+    assert record["profile"]["sources"] == made.profile.sources
+    assert sum(counts) == made.profile.num_rows
+    line = next(str(block) for block in predict_text(record) if str(block).startswith("Profile any"))
+    start = f"Profile any: {sum(counts)} published measurements from {len(counts)} sources: "
+    assert line.startswith(start)
+    listed = line.removeprefix(start).partition(" more. Validation: ")[0]
+    assert re.findall(r"\((\d+)\)", listed) == [str(count) for count in counts[:3]]
+    assert listed.endswith(f" and {len(counts) - 3}")

@@ -138,6 +138,18 @@ def test_a_profile_is_read_from_text() -> None:
     assert profile.scheduler.max_num_seqs == 16
     assert profile.elsewhere == (0.7, 1.5)
     assert profile.num_rows == 3
+    assert profile.scheduler_source == "a test"
+
+
+def test_a_profile_is_chosen_and_named_whole_though_only_heads_are_read_for_it() -> None:
+    for profile in known_profiles():
+        assert load_profile(profile.name) == find_profile(profile.name).profile == profile
+        assert profile.constants
+        assert profile.scheduler_source or profile.name == "any"
+    for chip in known_ids():
+        for engine in ("vllm", "vllm==0.6.3", "sglang", "any"):
+            name, _, version = engine.partition("==")
+            assert find_profile(engine, chip) == choose_profile(known_profiles(), name, chip, version)
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,9 @@ class _Engine:
         steps = as_steps(groups)
         recorder = Recorder(ground.config, steps, replace(layout, experts=counted), self.chip, self.eff)
         kernels = PhaseKernels(ground, key, steps, recorder, Constants(self.nodes, self.chip, self.eff))
-        limit = scheduler.max_num_batched_tokens
-        kernels.sizes(f"the scheduler takes up to {limit} tokens of prompts a step")
+        limit, known = scheduler.max_num_batched_tokens, self.profile.scheduler_source
+        reason = f" ({known})" if known else ""
+        kernels.sizes(f"the scheduler takes up to {limit} tokens of prompts a step{reason}")
         taken, floors = kernels.by_kind()
         made = {kind: self.engine_time(kernels, kind, taken[kind], floors[kind]) for kind in SECONDS if kind in taken}
         seconds = self.steps(kernels, made)

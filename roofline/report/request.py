@@ -12,6 +12,8 @@ from roofline.predict import Device
 from roofline.report.units import decimal, milliseconds, percent, quantity, rate, whole
 from roofline.request import Prediction
 
+_SHOWN_SOURCES = 3  # of a profile, largest first; JSON has all
+
 
 def predict_record(
     config: ModelConfig, hardware: Hardware, device: Device, settings: Mapping[str, Any], prediction: Prediction
@@ -28,13 +30,13 @@ def predict_record(
 
 def _profile(prediction: Prediction) -> dict[str, Any]:
     profile = prediction.profile
-    return {**profile.summary, "nearest": prediction.nearest or None}
+    return {**profile.summary, "sources": dict(profile.sources), "nearest": prediction.nearest or None}
 
 
 def predict_text(record: dict[str, Any]) -> Iterator[str | Table]:
     yield _headline(record)
     profile = record["profile"]
-    yield f"Profile {profile['name']}: {profile['source']}. Validation: {profile['validation']}."
+    yield f"Profile {profile['name']}: {_source(profile)}. Validation: {profile['validation']}."
     if profile["nearest"]:
         yield f"The nearest profile, not one fitted here ({profile['nearest']}), so the interval is wider."
     device = record["device"]
@@ -47,6 +49,17 @@ def predict_text(record: dict[str, Any]) -> Iterator[str | Table]:
         "more beside them, see `roofline memory`."
     )
     yield _table(record)
+
+
+def _source(profile: Mapping[str, Any]) -> str:
+    """Where a profile's rows are from: all of a few sources, the largest of many."""
+    sources: Mapping[str, int] = profile["sources"]
+    if len(sources) <= _SHOWN_SOURCES:
+        return str(profile["source"])
+    largest = sorted(sources, key=lambda name: (-sources[name], name))[:_SHOWN_SOURCES]
+    listed = ", ".join(f"{name} ({whole(sources[name])})" for name in largest)
+    rows = f"{whole(sum(sources.values()))} published measurements from {len(sources)} sources"
+    return f"{rows}: {listed} and {len(sources) - _SHOWN_SOURCES} more"
 
 
 def _headline(record: dict[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qwenjax.config import ModelConfig
 from roofline.dtypes import DtypePolicy
@@ -28,19 +29,19 @@ class Expected:
     overhead_s: float
 
 
-def expect_request(
+def expect_requests(
     config: ModelConfig,
     chip: Hardware,
     choice: Choice,
     policy: DtypePolicy,
     *,
-    batch: int,
+    batches: Sequence[int],
     prompt: int,
     output: int,
     tp: int = 1,
     experts: float | None = None,
-) -> Expected:
-    """Times `batch` requests of `prompt` tokens in and `output` tokens out on `tp` devices, seconds.
+) -> list[Expected]:
+    """Times each batch of requests of `prompt` tokens in and `output` tokens out on `tp` devices, seconds.
 
     Prompts run as the engine's scheduler takes them, whole or in chunks, before the first decode step; it leaves out
     requests that wait because the KV pool is full. experts: distinct experts of a decode step, where counted.
@@ -50,16 +51,23 @@ def expect_request(
     layout = layout_of(config, chip, scheme, tp=tp, kv_dtype=policy.kv, scheduler=scheduler)
     eff = load_efficiency(chip)[0]
 
-    def time(groups: list[Group], counted: float | None) -> tuple[float, float]:
-        if not groups:
-            return 0.0, 0.0
-        steps = as_steps(groups)
+    def times(each: list[list[Group]], counted: float | None) -> Any:
+        """Seconds of each list of steps, and of them those outside of kernels; all steps are timed at once."""
+        import numpy as np
+
+        steps = as_steps([group for groups in each for group in groups])
         terms = step_terms(config, steps, replace(layout, experts=counted), chip, eff)
         seconds = step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
-        total = float(steps.times @ seconds)
-        return total, max(0.0, total - float(steps.times @ terms.kernel_s))
+        starts = np.cumsum([0, *(len(groups) for groups in each[:-1])])
+        total, kernels = (np.add.reduceat(steps.times * one, starts) for one in (seconds, terms.kernel_s))
+        return zip(total.tolist(), np.maximum(total - kernels, 0.0).tolist(), strict=True)
 
-    prefill, first = time(prefill_groups(batch, prompt, scheduler), None)
-    decode, later = time(decode_groups(batch, prompt + 1, output - 1), experts)
     once = engine.of("request_s")
-    return Expected(prefill + once, decode, first + later + once)
+    prefills = times([prefill_groups(batch, prompt, scheduler) for batch in batches], None)
+    decodes: Any = ((0.0, 0.0) for _ in batches)
+    if output > 1:
+        decodes = times([decode_groups(batch, prompt + 1, output - 1) for batch in batches], experts)
+    return [
+        Expected(prefill + once, decode, first + later + once)
+        for (prefill, first), (decode, later) in zip(prefills, decodes, strict=True)
+    ]
