@@ -13,7 +13,6 @@ import dataclasses
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from error_groups import Group, group_of
 from kernel_csv import Table
 from kernel_least_squares import Bounds, fit_log
 from kernel_published import published_tables
@@ -37,21 +37,6 @@ _FIT_ROWS: Final = 3000  # of a table, drawn by lot: fifteen constants don't nee
 _HELD_OUT_ROWS: Final = 1500
 _QUARTERS: Final = 4
 _TAIL: Final = 0.1  # of the rows that lie below the interval, and above it
-
-
-@dataclass(frozen=True)
-class Errors:
-    """|error| of some predictions: their number, median and 90th percentile."""
-
-    rows: int
-    median: float
-    p90: float
-
-    @classmethod
-    def of(cls, log_ratio: Any) -> Errors:
-        """Errors of predicted over measured, given as logarithms."""
-        sizes = np.abs(np.exp(log_ratio) - 1)
-        return cls(len(sizes), float(np.median(sizes)), float(np.percentile(sizes, 90)))
 
 
 class GroupFit:
@@ -133,7 +118,7 @@ def group_text(fit: GroupFit) -> str:
     low, high = np.quantile(np.exp(-halves), (_TAIL, 1 - _TAIL))
     lines = [f"[{fit.group}]", f'source = "{SOURCES[fit.chip.id]}"']
     told = [("own_rows", own), ("held_out_halves", halves), ("held_out_shapes", shapes)]
-    lines += [f"{name} = {_errors(Errors.of(ratio))}" for name, ratio in told if len(ratio)]
+    lines += [f"{name} = {_errors(_errors_of(ratio))}" for name, ratio in told if len(ratio)]
     lines.append(f"interval = {{ low = {low:.3f}, high = {high:.3f} }} # 80 % of held-out measured over predicted")
     lines += ["", f"[{fit.group}.constants]"]
     for (name, meta), value in zip(fit.fields.items(), values, strict=True):
@@ -147,19 +132,25 @@ def group_text(fit: GroupFit) -> str:
     lines += ["", f"[{fit.group}.errors]"]
     place = 0
     for table in fit.tables:
-        errors = Errors.of(own[place : place + len(table.lines)])
+        errors = _errors_of(own[place : place + len(table.lines)])
         place += len(table.lines)
         lines.append(f'"{table.kernel}" = {_errors(errors)}')
-    print(f"{fit.chip.id} {fit.group}: " + ", ".join(f"{n} {_percent(Errors.of(r))}" for n, r in told if len(r)))
+    print(f"{fit.chip.id} {fit.group}: " + ", ".join(f"{n} {_percent(_errors_of(r))}" for n, r in told if len(r)))
     return "\n".join(lines) + "\n"
 
 
-def _errors(errors: Errors) -> str:
-    return f"{{ rows = {errors.rows}, median_abs_error = {errors.median:.4f}, p90_abs_error = {errors.p90:.4f} }}"
+def _errors_of(log_ratio: Any) -> Group:
+    """Errors of predicted over measured, given as logarithms."""
+    return group_of("", "", (np.exp(log_ratio) - 1).tolist())
 
 
-def _percent(errors: Errors) -> str:
-    return f"{errors.median:.1%}/{errors.p90:.1%} of {errors.rows}"
+def _errors(errors: Group) -> str:
+    median, p90 = errors.median_abs_error, errors.p90_abs_error
+    return f"{{ rows = {errors.n}, median_abs_error = {median:.4f}, p90_abs_error = {p90:.4f} }}"
+
+
+def _percent(errors: Group) -> str:
+    return f"{errors.median_abs_error:.1%}/{errors.p90_abs_error:.1%} of {errors.n}"
 
 
 def fit_tables(chip: Hardware, tables: Sequence[Table]) -> str:
