@@ -124,20 +124,21 @@ def hold_out(rows: Rows, whole: Fitted, key: Callable[[Case], str]) -> list[Held
         profiles = as_profiles(fitted)
         for name in touched:
             group = next(group for group in GROUPS if group.name == name)
-            engine, nearest = _engine_for(group, fitted, profiles)
+            engine, nearest, chosen = _engine_for(group, fitted, profiles)
             out = [row for row in rows[name] if key(row.case) == value]
             errors = Stack(out).residuals(engine)
-            held += [Held(row, float(error), nearest) for row, error in zip(out, errors, strict=True)]
+            held += [Held(row, float(error), nearest, chosen) for row, error in zip(out, errors, strict=True)]
     return held
 
 
-def _engine_for(group: Group, fitted: Fitted, profiles: Sequence[Profile]) -> tuple[Engine, bool]:
-    """The group's own constants, or those of the profile that the package would choose instead."""
+def _engine_for(group: Group, fitted: Fitted, profiles: Sequence[Profile]) -> tuple[Engine, bool, str]:
+    """The group's own constants, or those of the profile that the package would choose instead, and its name."""
     own = fitted.groups.get(group.name)
     if own is not None:
-        return own, False
+        return own, False, group.name
     version = next((text for text in group.versions if text), "")
-    return choose_profile(profiles, group.engine, group.hardware[0], version).profile.engine_constants, True
+    profile = choose_profile(profiles, group.engine, group.hardware[0], version).profile
+    return profile.engine_constants, True, profile.name
 
 
 TARGETS: Final[dict[str, tuple[Callable[[Row], bool], float, float]]] = {

@@ -30,6 +30,7 @@ class Held(NamedTuple):
     row: Row
     error: float
     nearest: bool
+    profile: str = ""  # whose constants predicted it
 
 
 def profile_text(
@@ -48,24 +49,36 @@ def profile_text(
         own = [held for held in by_model if group.takes(held.row.case)]
         seen = [held for held in in_sample(rows, fitted) if group.takes(held.row.case)]
         sources = [held for held in by_source if group.takes(held.row.case)]
-        away = [held.error for held in by_gpu if held.nearest and held.row.case.engine == group.engine]
-        everywhere = [held.error for held in by_gpu if held.nearest]
-        same = [held for held in by_model if held.row.case.engine == group.engine and not held.nearest]
-        unseen = [held for held in own if not held.nearest]
-        intervals = {
-            kind: _wider(
-                _interval(_kind(unseen, kind), _kind(same, kind), _kind(by_model, kind)),
-                _interval(_kind(seen, kind), [0.0]),
-            )
-            for kind in KINDS
-        }
-        intervals["elsewhere"] = _interval(away, everywhere)
+        intervals = group_intervals(group, seen, by_model, by_gpu)
         texts[group.name] = _text(group, engine, rows[group.name], intervals, own, sources)
     everyone = Group("any", (), "a100", Scheduler(), "an engine with continuous batching")
     everything = [row for group in rows.values() for row in group]
-    wide = {kind: _interval(_kind(by_source, kind)) for kind in (*KINDS, "elsewhere")}
+    wide = any_intervals(by_source)
     texts["any"] = _text(everyone, fitted.everyone, everything, wide, by_model, by_source, name="any", hardware=())
     return texts
+
+
+def group_intervals(
+    group: Group, seen: Sequence[Held], by_model: Sequence[Held], by_gpu: Sequence[Held]
+) -> dict[str, tuple[float, float]]:
+    """Intervals by kind of figure of a group's profile, from its rows' own errors and from held-out ones."""
+    away = [held.error for held in by_gpu if held.nearest and held.row.case.engine == group.engine]
+    everywhere = [held.error for held in by_gpu if held.nearest]
+    same = [held for held in by_model if held.row.case.engine == group.engine and not held.nearest]
+    unseen = [held for held in by_model if group.takes(held.row.case) and not held.nearest]
+    intervals = {
+        kind: _wider(
+            _interval(_kind(unseen, kind), _kind(same, kind), _kind(by_model, kind)),
+            _interval(_kind(seen, kind), [0.0]),
+        )
+        for kind in KINDS
+    }
+    return {**intervals, "elsewhere": _interval(away, everywhere)}
+
+
+def any_intervals(by_source: Sequence[Held]) -> dict[str, tuple[float, float]]:
+    """Intervals of the profile for engines without one."""
+    return {kind: _interval(_kind(by_source, kind)) for kind in (*KINDS, "elsewhere")}
 
 
 def in_sample(rows: Mapping[str, Sequence[Row]], fitted: Fitted) -> list[Held]:

@@ -5,7 +5,8 @@ percentile of |error|, share inside the interval; the worst rows with the likely
 reason. Grade C is left out, the H20 rows of the Qwen3 tables are a group apart. `--json` prints one object: rows
 [{id, predicted, low, high, measured, error, skipped}], groups [{by, key, n, median_abs_error, p90_abs_error,
 inside_interval}], total, targets. Profiles that were fitted on a file's own rows look better on it than on others:
-`bench/fit.py` prints the errors of rows that a fit didn't see.
+`--held-out model` (or source, gpu) predicts each row of one file from profiles fitted on the file without the rows of
+its model, and says how many fall inside intervals that didn't see them either, by kind of figure.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from cases import read_rows
+from error_groups import Group
+from held_out import KEYS, score_held_out
 from score_predict import predict_rows, roof_share
 from score_reasons import reasons_of
 from score_targets import Reached, targets_reached
-from scored import APART, Group, Scored, groups_of, total_of
+from scored import APART, Scored, group, groups_of, total_of
 
 from qwenjax.errors import InputError
 from qwenjax.tables import Table, render
@@ -40,13 +43,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", metavar="CSV", help="files with the columns of published.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--worst", type=int, default=_WORST, metavar="N", help="how many of the worst rows to print")
+    parser.add_argument("--held-out", choices=KEYS, help="predict rows from profiles that saw none like them")
     options = parser.parse_args(argv)
+    if options.held_out and len(options.files) > 1:
+        parser.error("--held-out fits one file: name one")
     try:
-        rows = score_files(options.files)
+        kinds = score_held_out(Path(options.files[0]), options.held_out) if options.held_out else {}
+        rows = [row for scored in kinds.values() for row in scored] if kinds else score_files(options.files)
     except InputError as problem:
         print(problem, file=sys.stderr)
         return 2
-    print(json.dumps(record(rows)) if options.json else text(rows, options.worst), end="\n" if options.json else "")
+    covered = [group("figure", kind, of_kind) for kind, of_kind in kinds.items() if kind]
+    if options.json:
+        print(json.dumps({**record(rows), "held_out": [one.record() for one in covered]}))
+        return 0
+    if covered:
+        title = f"Held out by {options.held_out}: figures inside intervals of 80 % that didn't see them"
+        print(render([_groups_table("figure", covered, total_of(rows), title)]), end="")
+    print(text(rows, options.worst), end="")
     return 0
 
 
@@ -98,10 +112,10 @@ def _figures(one: Group) -> tuple[str, ...]:
     return (str(one.n), *map(_percent, shares))
 
 
-def _groups_table(by: str, groups: Sequence[Group], total: Group) -> Table:
+def _groups_table(by: str, groups: Sequence[Group], total: Group, title: str = "") -> Table:
     columns = (by, "n", "median |error|", "p90 |error|", "inside interval")
     lines = [(one.key, *_figures(one)) for one in groups]
-    return Table(f"By {by}", columns, [*lines, ("all", *_figures(total))], text=(by,), totals=True)
+    return Table(title or f"By {by}", columns, [*lines, ("all", *_figures(total))], text=(by,), totals=True)
 
 
 def _targets_table(targets: Sequence[Reached]) -> Table:

@@ -1,0 +1,83 @@
+"""Rows predicted by profiles that saw none like them, with intervals that didn't see them either.
+
+A fold is the rows of one model, source or GPU. Its predictions are `fit.hold_out`'s; its intervals are made as
+`fit_write` makes them, from the held-out errors of all other folds. The fits behind those errors had seen the fold, and
+those of the profiles' own rows had too: to fit all again without it for each would change them little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from fit import ANY, Fitted, Rows, fit_all, hold_out, model_of, read_groups, source_of
+from fit_groups import GROUPS
+from fit_write import Held, any_intervals, group_intervals, in_sample
+from scored import Scored
+
+from roofline.profile import KINDS
+from roofline.timing.case import Case
+from roofline.timing.serving import figure
+
+KEYS: Final[Mapping[str, Callable[[Case], str]]] = {
+    "model": model_of,
+    "source": source_of,
+    "gpu": lambda case: case.hardware,
+}
+ELSEWHERE: Final = "elsewhere"
+Interval = tuple[float, float]
+
+
+def score_held_out(path: Path, by: str) -> dict[str, list[Scored]]:
+    """The rows of a file by kind of figure, `elsewhere` for those without a profile of their own; skipped under ""."""
+    rows, left = read_groups(path)
+    fitted = fit_all(rows)
+    errors = {name: hold_out(rows, fitted, key) for name, key in KEYS.items()}
+    scored = scored_folds(rows, fitted, errors, by)
+    skipped = [line.partition(": ") for line in left]
+    return {**scored, "": [Scored(name, skipped=reason) for name, _, reason in skipped]}
+
+
+def scored_folds(rows: Rows, fitted: Fitted, errors: Mapping[str, Sequence[Held]], by: str) -> dict[str, list[Scored]]:
+    """Held-out rows by kind of figure, each with the interval that the other folds' errors make."""
+    key, seen = KEYS[by], in_sample(rows, fitted)
+    found: dict[str, list[Scored]] = {kind: [] for kind in (*KINDS, ELSEWHERE)}
+    for value in sorted({key(held.row.case) for held in errors[by]}):
+        fold = [held for held in errors[by] if key(held.row.case) == value]
+        others = {name: [held for held in of if key(held.row.case) != value] for name, of in errors.items()}
+        own = [held for held in seen if key(held.row.case) != value]
+        made = {name: intervals_of(name, own, others) for name in {held.profile for held in fold}}
+        for held in fold:
+            kind = held.row.plan.kind
+            found[ELSEWHERE if held.nearest else kind].append(_scored(held, _interval(made[held.profile], kind, held)))
+    return found
+
+
+def intervals_of(profile: str, seen: Sequence[Held], errors: Mapping[str, Sequence[Held]]) -> dict[str, Interval]:
+    """What `fit_write` would write as a profile's intervals, had it only these rows."""
+    if profile == ANY:
+        return any_intervals(errors["source"])
+    group = next(group for group in GROUPS if group.name == profile)
+    own = [held for held in seen if group.takes(held.row.case)]
+    return group_intervals(group, own, errors["model"], errors["gpu"])
+
+
+def _interval(intervals: Mapping[str, Interval], kind: str, held: Held) -> Interval:
+    """As `roofline.profile.Choice` has it: a profile that is only the nearest has its wider one too."""
+    fast, slow = intervals[kind]
+    if not held.nearest:
+        return fast, slow
+    return min(fast, intervals[ELSEWHERE][0]), max(slow, intervals[ELSEWHERE][1])
+
+
+def _scored(held: Held, interval: Interval) -> Scored:
+    row = held.row
+    seconds = row.measured_s * math.exp(held.error)
+    least = float(row.plan.steps.times @ row.terms.bound_s)
+    times = (seconds, max(least, seconds * interval[0]), seconds * interval[1])
+    expected, first, second = (figure(row.plan, one) for one in times)
+    origin = f"profile {held.profile} without it" + (", the nearest" if held.nearest else "")
+    low, high = min(first, second), max(first, second)
+    return Scored(row.case.id, row.case, expected, low, high, provenance=origin)
