@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from roofline.timing.case import Case
@@ -96,6 +96,7 @@ _LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens"
 _LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5)}
 _COMPILED: Final = {"prefill_host_layer_s": (3e-5, 5e-5)}  # no Python between the launches of a prompt's step
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
+_FUSED: Final = replace(_BATCH, fused_experts=True)
 _TRANSFORMERS: Final = Scheduler(1 << 20, 1024, mixes=False, captured_context=0, flash_attention=False, repeats_kv=True)
 _TRANSFORMERS_USUAL: Final = {"attention_plain_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
 
@@ -146,7 +147,7 @@ GROUPS: Final = (
     ),
     Group("mlc-llm", ("",), "rtx-4090", _BATCH, "one batch"),
     Group("llm-awq", ("",), "rtx-4090", _BATCH, "one batch"),
-    Group("gpt-fast", ("2024", ""), "a100", _BATCH, "one batch; torch.compile with CUDA graphs"),
+    Group("gpt-fast", ("2024", ""), "a100", _FUSED, "one batch; torch.compile with CUDA graphs, gathers fused"),
     Group("llama.cpp", ("2024",), "a100", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),

@@ -93,6 +93,7 @@ class Layout:
     experts: float | None = None  # distinct experts of a layer and step where they were counted
     flash_attention: bool = True  # else a prompt's scores are written out
     repeats_kv: bool = False  # a decode step's keys and values are copied for each query head
+    fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
 
 
@@ -276,6 +277,11 @@ class StepFold:
         bits = layout.weight_bits.get("experts_gate_up_proj", 16.0)
         kernels: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits, "rows": rows}
         seconds = moe_s(tokens, hidden, width, per_token, config.num_experts / spread, here, **kernels)
+        if layout.fused_experts:
+            products: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits}
+            fused = gemm_s(1.0, 2.0 * width * per_token / spread, hidden, **products)
+            fused += gemm_s(1.0, hidden * per_token / spread, width, **products)
+            seconds = np.where(tokens <= 1, fused, seconds)
         compute = 6.0 * rows * hidden * width / self.peak(layout.compute_dtype)
         memory = 3.0 * distinct / spread * hidden * width * bits / 8 / self.bandwidth
         # The kernels were measured in 16 bits: what waits for arithmetic is as much faster as narrow operands are.
