@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from qwenjax import ModelConfig
 from roofline import InputError, Step, load_hardware, predict, predict_step
+from roofline.count import count_kv_bytes_per_token
 from roofline.profile import Profile, choose_profile, known_profiles
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
@@ -199,6 +200,17 @@ def test_fused_experts_of_one_token_are_two_products_and_of_more_tokens_grouped_
     assert fused[0] == pytest.approx(32 * products)
     assert fused[0] < grouped[0]
     assert fused[1] == grouped[1]
+
+
+def test_a_cache_that_is_copied_to_grow_is_read_and_written_once_more() -> None:
+    config = ModelConfig.from_hf("Llama-2-7b-hf")  # a KV head for each query head: nothing is repeated
+    kept, copied = (
+        terms_of(config, [Group(1, 1, 8192)], Scheduler(repeats_kv=on)).values["attention_decode"][0]
+        for on in (False, True)
+    )
+    cache = 8192 * count_kv_bytes_per_token(config)
+    chip = load_hardware("a100-80gb-sxm")
+    assert copied - kept == pytest.approx(2 * cache / (0.4 * chip.peak_bandwidth_bytes_per_s))
 
 
 def test_a_case_without_a_length_is_skipped_with_the_reason() -> None:

@@ -11,7 +11,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
-from roofline.timing.step import LARGE_BYTES, SECONDS, SHARED_ROWS, Steps, Terms
+from roofline.timing.step import GROWN_FRACTION, LARGE_BYTES, SECONDS, SHARED_ROWS, Steps, Terms
 
 _STEP: Final = "roofline.timing.step"
 _HEADS: Final = "N / tp"
@@ -204,7 +204,10 @@ class PhaseKernels:
         seen = f"min({context}, {window})" if window else context
         copied = _HEADS if self.layout.repeats_kv else stored
         work, moved = f"4 * B * {_HEADS} * H * {seen}", f"B * {seen} * {_CACHE_ROW}"
-        call = f"attention_decode_s(B, {seen}, {_HEADS}, {copied}, H, bits.kv / 8) * {layers}"
+        call = f"attention_decode_s(B, {seen}, {_HEADS}, {copied}, H, bits.kv / 8)"
+        if self.layout.repeats_kv:
+            call = f"({call} + 2 * {moved} / ({self.speed} * {GROWN_FRACTION}))"
+        call = f"{call} * {layers}"
         return call, f"max({work} / {peak}, {moved} / {self.speed}) * {layers}"
 
     def _prefilling(self, index: int, peak: str, window: str, layers: str) -> tuple[str, str]:
