@@ -80,6 +80,9 @@ class Group:
 
 # Before 0.8 a prompt's layers are launched op by op, and their attention by a longer way than a decode step's.
 _V0_USUAL: Final = {"prefill_host_layer_s": (5e-4, 2e-4)}
+# The sampler of 2023 went from sequence to sequence in Python, waiting for the device at each.
+_2023_USUAL: Final = {**_V0_USUAL, "sequence_s": (3e-5, 1.5e-4)}
+_EAGER_SOURCE: Final = "a vLLM of 2023 without CUDA graphs (the source's note)"
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
 _V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
 _CAPTURED: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False, captured_context=8192)
@@ -103,8 +106,8 @@ _TRANSFORMERS: Final = Scheduler(1 << 20, 1024, mixes=False, captured_context=0,
 _TRANSFORMERS_USUAL: Final = {"attention_plain_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
 
 GROUPS: Final = (
-    Group("vllm", ("2023",), "a100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)", _V0_USUAL),
-    Group("vllm", ("2023",), "h100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)", _V0_USUAL),
+    Group("vllm", ("2023",), "a100", _EAGER, _EAGER_SOURCE, _2023_USUAL),
+    Group("vllm", ("2023",), "h100", _EAGER, _EAGER_SOURCE, _2023_USUAL),
     Group("vllm", ("2024",), "a100", _V0, _V0_SOURCE, _V0_USUAL),
     Group("vllm", ("0.4", ""), "a100", _CAPTURED, _CAPTURED_SOURCE, _V0_USUAL),
     Group("vllm", ("0.6",), "a100", _V06, _V06_SOURCE, _V0_USUAL),
