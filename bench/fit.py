@@ -80,10 +80,10 @@ def fit_all(rows: Rows, near: Fitted | None = None, touched: Iterable[str] = ())
         if not names & {group.name for group in own}:
             continue
         together = [row for group in own for row in rows[group.name]]
-        usual = dict(item for group in own for item in group.usual.items())
+        shared = {name: at for name, at in own[0].usual.items() if all(g.usual.get(name) == at for g in own)}
         engines.pop(engine, None)
         if together:
-            engines[engine] = fit_engine(Stack(together), FREE, usual)
+            engines[engine] = fit_engine(Stack(together), FREE, shared)
         for group in own:
             groups.pop(group.name, None)
             if rows[group.name]:

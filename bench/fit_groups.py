@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from roofline.timing.case import Case
@@ -78,6 +78,11 @@ class Group:
         return any(parts[: len(text.split("."))] == text.split(".") for text in self.versions)
 
 
+# Before 0.8 a prompt's layers are launched op by op, and their attention by a longer way than a decode step's.
+_V0_USUAL: Final = {"prefill_host_layer_s": (5e-4, 2e-4)}
+# The sampler of 2023 went from sequence to sequence in Python, waiting for the device at each.
+_2023_USUAL: Final = {**_V0_USUAL, "sequence_s": (3e-5, 1.5e-4)}
+_EAGER_SOURCE: Final = "a vLLM of 2023 without CUDA graphs (the source's note)"
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
 _V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
 _CAPTURED: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False, captured_context=8192)
@@ -96,19 +101,20 @@ _LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens"
 _LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5)}
 _COMPILED: Final = {"prefill_host_layer_s": (3e-5, 5e-5)}  # no Python between the launches of a prompt's step
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
+_FUSED: Final = replace(_BATCH, fused_experts=True)
 _TRANSFORMERS: Final = Scheduler(1 << 20, 1024, mixes=False, captured_context=0, flash_attention=False, repeats_kv=True)
 _TRANSFORMERS_USUAL: Final = {"attention_plain_decode": (5.0, 4.0), "step_s": (1e-3, 2e-3)}
 
 GROUPS: Final = (
-    Group("vllm", ("2023",), "a100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
-    Group("vllm", ("2023",), "h100", _EAGER, "a vLLM of 2023 without CUDA graphs (the source's note)"),
-    Group("vllm", ("2024",), "a100", _V0, _V0_SOURCE),
-    Group("vllm", ("0.4", ""), "a100", _CAPTURED, _CAPTURED_SOURCE),
-    Group("vllm", ("0.6",), "a100", _V06, _V06_SOURCE),
-    Group("vllm", ("0.7",), "a100", _V0, _V0_SOURCE),
-    Group("vllm", ("0.7",), "h100", _V0, _V0_SOURCE),
-    Group("vllm", ("0.7",), "rtx-4090", _V0, _V0_SOURCE),
-    Group("vllm", ("0.7",), "l4", _V0, _V0_SOURCE),
+    Group("vllm", ("2023",), "a100", _EAGER, _EAGER_SOURCE, _2023_USUAL),
+    Group("vllm", ("2023",), "h100", _EAGER, _EAGER_SOURCE, _2023_USUAL),
+    Group("vllm", ("2024",), "a100", _V0, _V0_SOURCE, _V0_USUAL),
+    Group("vllm", ("0.4", ""), "a100", _CAPTURED, _CAPTURED_SOURCE, _V0_USUAL),
+    Group("vllm", ("0.6",), "a100", _V06, _V06_SOURCE, _V0_USUAL),
+    Group("vllm", ("0.7",), "a100", _V0, _V0_SOURCE, _V0_USUAL),
+    Group("vllm", ("0.7",), "h100", _V0, _V0_SOURCE, _V0_USUAL),
+    Group("vllm", ("0.7",), "rtx-4090", _V0, _V0_SOURCE, _V0_USUAL),
+    Group("vllm", ("0.7",), "l4", _V0, _V0_SOURCE, _V0_USUAL),
     Group("vllm", ("0.9",), "a100", _V1, _V1_SOURCE),
     Group("vllm", ("0.11", "0.10"), "a100", _V1, _V1_SOURCE),
     Group("vllm", ("0.19", "0.9", "0.10", "0.20"), "rtx-4090", _V1, _V1_SOURCE),
@@ -146,7 +152,7 @@ GROUPS: Final = (
     ),
     Group("mlc-llm", ("",), "rtx-4090", _BATCH, "one batch"),
     Group("llm-awq", ("",), "rtx-4090", _BATCH, "one batch"),
-    Group("gpt-fast", ("2024", ""), "a100", _BATCH, "one batch; torch.compile with CUDA graphs"),
+    Group("gpt-fast", ("2024", ""), "a100", _FUSED, "one batch; torch.compile with CUDA graphs, gathers fused"),
     Group("llama.cpp", ("2024",), "a100", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),

@@ -52,6 +52,8 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("Qwen3-30B-A3B", "h100-sxm", 8, 1024, 100, "vllm", 1, None, 40),  # counted experts
     ("Qwen3-30B-A3B", "a100-80gb-sxm", 2, 50, 9, "transformers", 1, None, "expected"),  # many launches of the host
     ("Qwen2-57B-A14B", "h100-sxm", 8, 1024, 100, "vllm", 4, None, "all"),  # a shared expert
+    ("Mixtral-8x7B-v0.1", "a100-80gb-sxm", 1, 5, 20, "gpt-fast", 2, None, "expected"),  # experts compiled together
+    ("Mixtral-8x7B-v0.1", "a100-80gb-sxm", 2, 5, 20, "gpt-fast", 2, "int8-wo", "expected"),
 )
 
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from qwenjax import ModelConfig
 from roofline import InputError, Step, load_hardware, predict, predict_step
+from roofline.count import count_kv_bytes_per_token
 from roofline.profile import Profile, choose_profile, known_profiles
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import CONSTANTS, Engine, step_seconds
+from roofline.timing.kernels import gemm_s
 from roofline.timing.scheduling import (
     Group,
     Scheduler,
@@ -28,7 +30,7 @@ from roofline.timing.scheduling import (
     steady_groups,
 )
 from roofline.timing.serving import layout_of, plan_case, predict_case, scheme_key
-from roofline.timing.step import step_terms
+from roofline.timing.step import Terms, step_terms
 from roofline.weight_schemes import scheme_of
 
 CONFIGS = [ModelConfig.from_hf(name) for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Llama-3.1-8B")]
@@ -181,6 +183,34 @@ def test_a_longer_prompt_a_larger_batch_or_wider_weights_take_longer() -> None:
     assert fast > slow
     two = predict_case(replace(rate, tp=2)).expected or 0
     assert slow < two < 2 * slow
+
+
+def terms_of(config: ModelConfig, groups: list[Group], scheduler: Scheduler) -> Terms:
+    chip = load_hardware("a100-80gb-sxm")
+    layout = layout_of(config, chip, scheme_of("bf16"), scheduler=scheduler)
+    return step_terms(config, as_steps(groups), layout, chip, load_efficiency(chip)[0])
+
+
+def test_fused_experts_of_one_token_are_two_products_and_of_more_tokens_grouped_ones() -> None:
+    config, groups = ModelConfig.from_hf("Mixtral-8x7B-v0.1"), [Group(1, 1, 100), Group(1, 2, 100)]
+    grouped, fused = (terms_of(config, groups, Scheduler(fused_experts=on)).values["experts"] for on in (False, True))
+    chip = load_hardware("a100-80gb-sxm")
+    eff = load_efficiency(chip)[0]
+    products = gemm_s(1, 4 * 14336, 4096, chip=chip, eff=eff) + gemm_s(1, 2 * 4096, 14336, chip=chip, eff=eff)
+    assert fused[0] == pytest.approx(32 * products)
+    assert fused[0] < grouped[0]
+    assert fused[1] == grouped[1]
+
+
+def test_a_cache_that_is_copied_to_grow_is_read_and_written_once_more() -> None:
+    config = ModelConfig.from_hf("Llama-2-7b-hf")  # a KV head for each query head: nothing is repeated
+    kept, copied = (
+        terms_of(config, [Group(1, 1, 8192)], Scheduler(repeats_kv=on)).values["attention_decode"][0]
+        for on in (False, True)
+    )
+    cache = 8192 * count_kv_bytes_per_token(config)
+    chip = load_hardware("a100-80gb-sxm")
+    assert copied - kept == pytest.approx(2 * cache / (0.4 * chip.peak_bandwidth_bytes_per_s))
 
 
 def test_a_case_without_a_length_is_skipped_with_the_reason() -> None:

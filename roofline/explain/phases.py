@@ -11,7 +11,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
-from roofline.timing.step import LARGE_BYTES, SECONDS, SHARED_ROWS, Steps, Terms
+from roofline.timing.step import GROWN_FRACTION, LARGE_BYTES, SECONDS, SHARED_ROWS, Steps, Terms
 
 _STEP: Final = "roofline.timing.step"
 _HEADS: Final = "N / tp"
@@ -203,8 +203,11 @@ class PhaseKernels:
         context, stored = self.context[index], _KV_HEADS
         seen = f"min({context}, {window})" if window else context
         copied = _HEADS if self.layout.repeats_kv else stored
-        call = f"attention_decode_s(B, {seen}, {_HEADS}, {copied}, H, bits.kv / 8) * {layers}"
         work, moved = f"4 * B * {_HEADS} * H * {seen}", f"B * {seen} * {_CACHE_ROW}"
+        call = f"attention_decode_s(B, {seen}, {_HEADS}, {copied}, H, bits.kv / 8)"
+        if self.layout.repeats_kv:
+            call = f"({call} + 2 * {moved} / ({self.speed} * {GROWN_FRACTION}))"
+        call = f"{call} * {layers}"
         return call, f"max({work} / {peak}, {moved} / {self.speed}) * {layers}"
 
     def _prefilling(self, index: int, peak: str, window: str, layers: str) -> tuple[str, str]:
@@ -227,13 +230,18 @@ class PhaseKernels:
         bits, peak, narrow = self._bits(op, width), self._peak("bfloat16"), self._peak(self.layout.compute_dtype)
         # Devices share each expert's width, or the experts.
         each, whole = ("F_experts", " / tp") if self.layout.expert_parallel else ("F_experts / tp", "")
+        fused = [self.layout.fused_experts and tokens <= 1 for tokens in self.steps.tokens]
         calls, floors, shares, values = [], [], [], []
-        for tokens, distinct in zip(self.tokens, self._distinct(), strict=True):
+        for index, (tokens, distinct) in enumerate(zip(self.tokens, self._distinct(), strict=True)):
             rows = f"{tokens} * A{whole}"
             work, moved = f"6 * {rows} * D * {each} / {narrow}", f"3 * {distinct}{whole} * D * {each} * {bits} / 8"
             memory = f"{moved} / {self.speed}"
             here = f"max({distinct}{whole}, 1)"
-            calls.append(f"moe_s({tokens}, D, {each}, A, E{whole}, {here}, {bits}, {rows})")
+            if fused[index]:
+                into, out = f"2 * {each} * A{whole}, D", f"D * A{whole}, {each}"
+                calls.append(f"(gemm_bfloat16_s(1, {into}, {bits}) + gemm_bfloat16_s(1, {out}, {bits}))")
+            else:
+                calls.append(f"moe_s({tokens}, D, {each}, A, E{whole}, {here}, {bits}, {rows})")
             floors.append(f"max({work}, {memory}) * L_sparse")
             shares.append(f"({work}) ** 2 / (({memory}) ** 2 + ({work}) ** 2)")
             values.append(evaluate(shares[-1], self.nodes.values))
@@ -244,8 +252,10 @@ class PhaseKernels:
                 f"{call} * (1 - {part} * (1 - {peak} / {narrow}))" for call, part in zip(calls, faster, strict=True)
             ]
         floored = [f"max({call} * L_sparse, {floor})" for call, floor in zip(calls, floors, strict=True)]
-        read = [*self.constants.of("moe"), peak, self.speed]
+        read = [*self.constants.of("gemm" if all(fused) else "moe"), peak, self.speed]
         text = "grouped products with sorting, activation and sum (roofline.timing.kernels.moe_s)"
+        if any(fused):
+            text = "one token's experts as one product, in each of two (roofline.timing.kernels.gemm_s)"
         return floored, floors, read, text
 
     def _distinct(self) -> list[str]:

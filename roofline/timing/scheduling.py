@@ -26,7 +26,8 @@ class Scheduler:
     charged_output: float = 0.5  # of a request's output that its place in the KV pool is counted with, on average
     captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
     flash_attention: bool = True
-    repeats_kv: bool = False  # decode steps copy keys and values for each query head
+    repeats_kv: bool = False  # decode steps copy the cache to add a token, and then for each query head
+    fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0
 

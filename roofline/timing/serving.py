@@ -275,6 +275,7 @@ def layout_of(
         kv_bytes,
         flash_attention=(scheduler or Scheduler()).flash_attention,
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
+        fused_experts=(scheduler or Scheduler()).fused_experts,
         captured_context=(scheduler or Scheduler()).captured_context,
     )
 

@@ -47,6 +47,7 @@ SECONDS = (
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
 LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
+GROWN_FRACTION = 0.4  # of the peak bandwidth, where each step copies a layer's cache to make it a token longer
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
@@ -92,7 +93,8 @@ class Layout:
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
     flash_attention: bool = True  # else a prompt's scores are written out
-    repeats_kv: bool = False  # a decode step's keys and values are copied for each query head
+    repeats_kv: bool = False  # a decode step copies the cache to add its token, and then for each query head
+    fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
 
 
@@ -239,6 +241,8 @@ class StepFold:
             moved = steps.decodes * share * context * self.kv_row_bytes()
             # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
             least = np.maximum(flops / peak, moved / self.bandwidth)
+            if self.layout.repeats_kv:
+                seconds = seconds + 2 * moved / (self.bandwidth * GROWN_FRACTION)
             name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
             self.values[name] += np.maximum(seconds * decoding, least) * layers
             self.least[name] += least * layers
@@ -276,6 +280,11 @@ class StepFold:
         bits = layout.weight_bits.get("experts_gate_up_proj", 16.0)
         kernels: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits, "rows": rows}
         seconds = moe_s(tokens, hidden, width, per_token, config.num_experts / spread, here, **kernels)
+        if layout.fused_experts:
+            products: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits}
+            fused = gemm_s(1.0, 2.0 * width * per_token / spread, hidden, **products)
+            fused += gemm_s(1.0, hidden * per_token / spread, width, **products)
+            seconds = np.where(tokens <= 1, fused, seconds)
         compute = 6.0 * rows * hidden * width / self.peak(layout.compute_dtype)
         memory = 3.0 * distinct / spread * hidden * width * bits / 8 / self.bandwidth
         # The kernels were measured in 16 bits: what waits for arithmetic is as much faster as narrow operands are.
