@@ -84,8 +84,11 @@ _CAPTURED: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mix
 _CAPTURED_SOURCE: Final = f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture)"
 _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
-_V1: Final = Scheduler(max_num_batched_tokens=2048, max_num_seqs=256, mixes=True)
-_V1_SOURCE: Final = "vLLM V1 server, not on H100s: 2048 tokens and 256 sequences a step, prompts join decodes"
+_V1: Final = Scheduler(max_num_batched_tokens=2048, max_num_seqs=256, mixes=True, charged_output=0.0)
+_V1_SOURCE: Final = (
+    "vLLM V1 server, not on H100s: 2048 tokens and 256 sequences a step, prompts join decodes; a request enters when "
+    "its prompt fits the pool, and the last one pauses when the pool is full"
+)
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"

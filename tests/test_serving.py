@@ -16,6 +16,7 @@ from roofline.profile import Profile, choose_profile, known_profiles
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import CONSTANTS, Engine, step_seconds
+from roofline.timing.queueing import queue_groups, spread_lengths
 from roofline.timing.scheduling import (
     Group,
     Scheduler,
@@ -23,8 +24,6 @@ from roofline.timing.scheduling import (
     decode_groups,
     mean_wait_groups,
     prefill_groups,
-    queue_groups,
-    spread_lengths,
     steady_groups,
 )
 from roofline.timing.serving import layout_of, plan_case, predict_case, scheme_key
@@ -118,11 +117,15 @@ def test_groups_of_decode_steps_attend_as_many_tokens_as_single_steps(batch: int
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 400), st.integers(1, 60), st.integers(1, 20), st.booleans())
 def test_a_queue_makes_every_token_once(count: int, prompt: int, output: int, places: int, mixes: bool) -> None:
+    for pool, charged in ((1e9, 0.5), (2.0 * (prompt + output), 0.0), (2.0 * (prompt + output), 1.0)):
+        _check_queue(count, prompt, output, places, pool, Scheduler(512, mixes=mixes, charged_output=charged))
+
+
+def _check_queue(count: int, prompt: int, output: int, places: int, pool: float, scheduler: Scheduler) -> None:
     requests = spread_lengths(prompt, output, count, 1.5)
-    scheduler = Scheduler(max_num_batched_tokens=512, mixes=mixes)
-    groups = queue_groups(requests, places, 1e9, scheduler)
+    groups = queue_groups(requests, places, pool, scheduler)
     decoded = sum(group.times * group.decodes for group in groups)
-    assert decoded == pytest.approx(sum(made - 1 for _, made in requests), rel=0.05, abs=places)
+    assert decoded == pytest.approx(sum(made - 1 for _, made in requests))
     taken = sum(group.times * group.prompts * group.chunk for group in groups)
     assert taken == pytest.approx(sum(length for length, _ in requests))
     assert max(group.decodes for group in groups) <= places
@@ -130,10 +133,37 @@ def test_a_queue_makes_every_token_once(count: int, prompt: int, output: int, pl
 
 @given(st.integers(2, 500), st.integers(20, 4000), st.integers(20, 4000))
 def test_spread_lengths_keep_their_means(count: int, prompt: int, output: int) -> None:
-    requests = spread_lengths(prompt, output, count, 1.5)
-    assert np.mean([length for length, _ in requests]) == pytest.approx(prompt, abs=0.6)
-    assert np.mean([made for _, made in requests]) == pytest.approx(output, abs=0.6)
-    assert max(made for _, made in requests) <= 1.5 * output + 1
+    for widest in (1.0, 1.5, 4.0):
+        requests = spread_lengths(prompt, output, count, widest)
+        assert np.mean([length for length, _ in requests]) == pytest.approx(prompt, abs=0.6)
+        assert np.mean([made for _, made in requests]) == pytest.approx(output, abs=0.6)
+        assert max(made for _, made in requests) <= 1.1 * widest * output + 1
+
+
+def test_recorded_lengths_have_a_long_tail() -> None:
+    """Of exponential lengths with mean 200 cut at 4 times that, 1 in 10 is over 2.2 times the mean, the median 0.72."""
+    made = sorted(output for _, output in spread_lengths(200, 200, 1000, 4.0))
+    assert made[-1] / 200 == pytest.approx(4 / (1 - 4 / (np.exp(4) - 1)), rel=0.05)
+    assert made[500] / 200 == pytest.approx(0.73, abs=0.02)
+    assert {output for _, output in spread_lengths(200, 200, 50, 1.0)} == {200}
+
+
+def test_the_last_request_pauses_while_the_pool_is_full() -> None:
+    """Two prompts of 50 tokens fit 110 together, their answers don't: the second waits from the 5th step to the end."""
+    scheduler = Scheduler(100, 8, mixes=True, charged_output=0.0)
+    groups = queue_groups([(50, 21)] * 2, 8, 110.0, scheduler)
+    by_size = {decodes: sum(g.times for g in groups if round(g.decodes) == decodes) for decodes in (0, 1, 2)}
+    assert by_size == {0: 1, 2: 5, 1: 30}
+    reserved = queue_groups([(50, 21)] * 2, 8, 110.0, Scheduler(100, 8, mixes=True, charged_output=1.0))
+    assert max(round(group.decodes) for group in reserved) == 1
+
+
+def test_prompts_that_join_decodes_are_staggered() -> None:
+    """Chunks of 100 tokens: each later prompt runs in a step that decodes those before it."""
+    groups = queue_groups([(100, 50)] * 3, 8, 1e9, Scheduler(102, 8, mixes=True, charged_output=0.0))
+    mixed = [group for group in groups if group.prompts]
+    assert sum(group.times for group in mixed) == 3
+    assert sum(group.times * group.decodes for group in mixed) == 0 + 1 + 2
 
 
 def test_the_mean_wait_of_prompts_that_are_taken_one_after_the_other() -> None:

@@ -16,6 +16,7 @@ from roofline.memory import peak_activation_bytes, plan_memory
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import Engine, step_seconds
+from roofline.timing.queueing import queue_groups, spread_lengths
 from roofline.timing.scheduling import (
     Group,
     Scheduler,
@@ -23,8 +24,6 @@ from roofline.timing.scheduling import (
     decode_groups,
     mean_wait_groups,
     prefill_groups,
-    queue_groups,
-    spread_lengths,
     steady_groups,
 )
 from roofline.timing.step import Layout, Steps, Terms, step_terms
@@ -38,7 +37,8 @@ _RESERVED_BYTES: Final = 2**30  # beside weights, activations and the KV pool: C
 _UTILIZATION: Final = 0.9
 _SHORTENED: Final = 8192  # max_model_len where the model's own can't be served and the row doesn't say
 _IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
-_WIDEST: Final = 1.5  # of chat requests: the longest over the mean, lengths spread evenly
+_RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
+_LIMITED: Final = 1.5  # of answers that a limit of 512 tokens cuts, over their mean of 350
 _PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
 
 
@@ -150,8 +150,13 @@ def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
 
 def _fitting(case: Case, scheduler: Scheduler) -> int:
     """Requests that the KV pool holds at once."""
-    length = case.input_len + case.prior_len + scheduler.charged_output * case.output_len
+    length = case.input_len + case.prior_len + _mean_charge(scheduler) * case.output_len
     return max(1, int(_pool_tokens(case, scheduler) / max(length, 1)))
+
+
+def _mean_charge(scheduler: Scheduler) -> float:
+    """Part of the output that a running request takes of the KV pool on average: what is reserved, at least half."""
+    return max(0.5, scheduler.charged_output)
 
 
 def _scaled(groups: Sequence[Group], share: float) -> list[Group]:
@@ -163,13 +168,13 @@ def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
     count = case.requests or case.concurrency
     pool = _pool_tokens(case, scheduler)
     places = scheduler.max_num_seqs
-    charged = prompt + scheduler.charged_output * output
+    charged = prompt + _mean_charge(scheduler) * output
     if case.concurrency >= UNBOUNDED or count > 20_000:
         fitting = max(1.0, min(places, pool / charged))
         groups, count = steady_groups(fitting, prompt, output, scheduler), round(fitting)
     else:
-        widest = _WIDEST if _is_chat(case) else 1.0
-        groups = queue_groups(spread_lengths(prompt, output, count, widest), places, pool, scheduler)
+        lengths = spread_lengths(prompt, output, count, _widest(case))
+        groups = queue_groups(lengths, places, pool, scheduler)
     if case.metric == "tpot_ms":
         # Each step takes its time from every sequence that runs meanwhile.
         tokens = count * max(1, output - 1)
@@ -183,6 +188,13 @@ def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
 def _is_chat(case: Case) -> bool:
     """Whether lengths are those of conversations rather than all equal."""
     return "sharegpt" in case.note.lower() or "suite" in case.note.lower()
+
+
+def _widest(case: Case) -> float:
+    """The longest request over the mean: recorded conversations have some far longer ones; a suite limits outputs."""
+    if not _is_chat(case):
+        return 1.0
+    return _LIMITED if "suite" in case.note.lower() else _RECORDED
 
 
 def _pool_tokens(case: Case, scheduler: Scheduler) -> float:
