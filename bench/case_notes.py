@@ -108,7 +108,10 @@ def _gib(pattern: str, text: str) -> float | None:
 
 
 def _fraction(note: str) -> float | None:
-    spelled = r"(?:gmu|gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static)[ =]+(0?\.\d+|1\.0)"
+    spelled = (
+        r"(?:gmu|gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static|cache[-_]max[-_]entry[-_]count"
+        r"|free[-_]gpu[-_]mem(?:ory)?[-_]fraction)[ =]+(0?\.\d+|1\.0)"
+    )
     found = re.search(spelled, note, re.I)
     return float(found[1]) if found else None
 

@@ -92,6 +92,11 @@ _V1_SOURCE: Final = (
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"
+_TRT_BUILT: Final = Scheduler(max_num_batched_tokens=131072, max_num_seqs=2048, mixes=True, charged_output=1.0)
+_TRT_BUILT_SOURCE: Final = (
+    "TensorRT-LLM before 0.10: an engine is built for max_batch_size x max_input_len tokens a step, 64 x 2048 in these "
+    "rows' source; a request's whole output reserved"
+)
 _LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
 _LMDEPLOY_SOURCE: Final = "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"
 _LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False)
@@ -119,7 +124,7 @@ GROUPS: Final = (
     Group("vllm", ("0.23",), "rtx-5070-ti", _V1, _V1_SOURCE),
     Group("vllm", ("0.27",), "rtx-pro-6000", _V1, _V1_SOURCE),
     Group("sglang", ("0.5",), "a100", _SGLANG, "SGLang: chunks of 8192 tokens, decodes apart"),
-    Group("tensorrt-llm", ("2024",), "a100", _TRT, _TRT_SOURCE, _COMPILED),
+    Group("tensorrt-llm", ("2024",), "a100", _TRT_BUILT, _TRT_BUILT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.2",), "a100", _TRT, _TRT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.0",), "h100", _TRT, _TRT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.0",), "h200", _TRT, _TRT_SOURCE, _COMPILED),

@@ -35,6 +35,19 @@ if TYPE_CHECKING:
 Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
 _RESERVED_BYTES: Final = 2**30  # beside weights, activations and the KV pool: CUDA context and graphs, a round estimate
 _UTILIZATION: Final = 0.9
+_MOST_PROFILED: Final = 8192  # tokens of the step that memory is set aside for, at most; TensorRT-LLM's are its limit
+# Engines that take a share of what weights and activations leave free. TensorRT-LLM: free_gpu_memory_fraction of its
+# KvCacheConfig; lmdeploy since 0.2.1: cache_max_entry_count.
+_SHARE_OF_FREE: Final = {"tensorrt-llm": 0.9, "lmdeploy": 0.8}
+# SGLang's server_args.py, 0.5: memory below which a row holds, tokens of a chunk, graphs' batch below TP 4 and from it.
+_SGLANG_RESERVE: Final = (
+    (20 * 2**30, 2048, 8, 8),
+    (35 * 2**30, 2048, 24, 80),
+    (60 * 2**30, 4096, 32, 160),
+    (90 * 2**30, 8192, 256, 512),
+    (160 * 2**30, 8192, 256, 512),
+    (1 << 50, 16384, 512, 512),
+)
 _SHORTENED: Final = 8192  # max_model_len where the model's own can't be served and the row doesn't say
 _IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
 _RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
@@ -235,20 +248,53 @@ def _kv_tokens(case: Case, version: str, max_model_len: int | None) -> int:
 
 
 def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
-    """The pool where no rules are known: what weights, activations and a round reserve leave of nine tenths."""
+    """The pool where no rules are known: what weights, activations and a round reserve leave of the engine's share."""
     chip = load_hardware(case.hardware)
-    profiled = min(scheduler.max_num_batched_tokens, 8192)  # tokens of the step whose activations are set aside
+    limit = scheduler.max_num_batched_tokens
+    profiled = limit if case.engine == "tensorrt-llm" else min(limit, _MOST_PROFILED)
     shards = 1 if case.attention_dp else case.tp
     per_token = count_kv_bytes_per_token(case.config, _kv_dtype(case), Mesh(tp=shards)) / case.pp
-    weights = stored_weight_bytes(case.config, scheme_of(case.weights), Mesh(tp=case.tp)) / case.pp
-    budget = chip.usable_memory_bytes * (case.gpu_memory_utilization or _UTILIZATION)
+    weights = _device_weight_bytes(case)
     reserved = _RESERVED_BYTES + peak_activation_bytes(case.config, profiled, mesh=Mesh(tp=case.tp))
-    pool = budget - weights - reserved
+    pool = _pool_bytes(case, chip, weights, reserved)
     if pool < per_token * (case.input_len + case.output_len):
         pool = chip.usable_memory_bytes * 0.97 - weights - reserved / 3  # it ran, so it fitted somehow
     if pool <= 0:
         raise InputError("hardware", case.hardware, "doesn't hold the weights", "Check tp and the weight scheme.")
     return pool / per_token / case.pp
+
+
+def _pool_bytes(case: Case, chip: Hardware, weights: float, reserved: float) -> float:
+    """What an engine gives its cache: a share of what is free after a step, or what it doesn't hold back."""
+    memory, share = chip.usable_memory_bytes, case.gpu_memory_utilization
+    if case.engine in _SHARE_OF_FREE:
+        return (memory - weights - reserved) * (share or _SHARE_OF_FREE[case.engine])
+    if case.engine == "sglang":
+        return memory * share - weights if share else memory - _sglang_reserve_bytes(case, chip) - weights
+    return memory * (share or _UTILIZATION) - weights - reserved
+
+
+def _sglang_reserve_bytes(case: Case, chip: Hardware) -> float:
+    """What SGLang 0.5 holds back by default, by the card's memory: for a chunk of a prompt, CUDA graphs and more."""
+    limit, chunk, graphs, wide_graphs = next(row for row in _SGLANG_RESERVE if chip.usable_memory_bytes < row[0])
+    graphs = wide_graphs if case.tp >= 4 else graphs
+    reserve = 512 + 1.5 * max(case.max_num_batched_tokens or chunk, 2048) + 2 * graphs + 128 * case.tp * case.pp
+    return max(reserve, 10 * 1024 if chip.usable_memory_bytes > 60 * 2**30 else 0) * 2**20
+
+
+def _device_weight_bytes(case: Case) -> float:
+    """Weights on one device; where attention is spread by sequences, each holds all of its weights."""
+    config, scheme = case.config, scheme_of(case.weights)
+    stored = stored_weight_bytes(config, scheme, Mesh(tp=case.tp)) / case.pp
+    if not case.attention_dp:
+        return stored
+    bits = op_weight_bits(config, scheme)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    queries = config.hidden_size * config.head_dim * heads
+    keys = config.hidden_size * config.head_dim * kv_heads
+    each = (queries + 2 * keys) * bits.get("qkv_proj", 16.0) + queries * bits.get("o_proj", 16.0)
+    logits = config.vocab_size * config.hidden_size * bits.get("unembed", 16.0)
+    return stored + (each * config.num_hidden_layers + logits) / 8 * (1 - 1 / case.tp)
 
 
 def _kv_dtype(case: Case) -> str:
