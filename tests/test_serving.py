@@ -47,7 +47,7 @@ def least_seconds(config: ModelConfig, groups: list[Group], chip_id: str, scheme
     chip = load_hardware(chip_id)
     layout = layout_of(config, chip, scheme_of(scheme), tp=tp)
     terms = step_terms(config, as_steps(groups), layout, chip, load_efficiency(chip)[0])
-    return step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
+    return step_seconds(terms, engine, *engine.scheme(scheme_key(scheme, chip)))
 
 
 @settings(max_examples=150, deadline=None)

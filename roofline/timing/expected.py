@@ -55,7 +55,7 @@ def expect_request(
             return 0.0, 0.0
         steps = as_steps(groups)
         terms = step_terms(config, steps, replace(layout, experts=counted), chip, eff)
-        seconds = step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
+        seconds = step_seconds(terms, engine, *engine.scheme(scheme_key(scheme, chip)))
         total = float(steps.times @ seconds)
         return total, max(0.0, total - float(steps.times @ terms.kernel_s))
 

@@ -15,7 +15,7 @@ from roofline.hardware import Hardware, load_hardware
 from roofline.memory import peak_activation_bytes, plan_memory
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
-from roofline.timing.engine import Engine, step_seconds
+from roofline.timing.engine import UNPACKED, Engine, step_seconds
 from roofline.timing.queueing import queue_groups, spread_lengths
 from roofline.timing.scheduling import (
     Group,
@@ -337,10 +337,16 @@ def layout_of(
     )
 
 
-def scheme_key(weights: str | WeightScheme) -> str:
-    """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits."""
-    name = (scheme_of(weights) if isinstance(weights, str) else weights).name
-    return "" if name in _PLAIN else name
+def scheme_key(weights: str | WeightScheme, chip: Hardware) -> str:
+    """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits.
+
+    Where the chip lacks the narrow type of a scheme's products, kernels unpack the weights: they are kept apart.
+    """
+    scheme = scheme_of(weights) if isinstance(weights, str) else weights
+    if scheme.name in _PLAIN:
+        return ""
+    unpacked = scheme.compute and compute_dtype_of(scheme, chip) == "bfloat16"
+    return f"{scheme.name}{UNPACKED}" if unpacked else scheme.name
 
 
 def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
@@ -390,7 +396,7 @@ def predict_case(case: Case, profiles: Sequence[Profile] | None = None) -> CaseP
     except InputError as error:
         return CasePrediction(None, None, None, str(error), "")
     engine = choice.profile.engine_constants
-    seconds = plan_seconds(plan, terms, engine, scheme_key(case.weights))
+    seconds = plan_seconds(plan, terms, engine, scheme_key(case.weights, load_hardware(case.hardware)))
     least = float(plan.steps.times @ terms.bound_s)
     fast, slow = choice.interval(plan.kind)
     times = (seconds, max(least, seconds * fast), seconds * slow)
