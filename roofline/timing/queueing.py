@@ -1,4 +1,4 @@
-"""The steps of a run whose requests all wait at the start, taken one after the other as the engine's scheduler would."""
+"""The steps of a run whose requests all wait at the start, one after the other as the engine's scheduler takes them."""
 
 from __future__ import annotations
 

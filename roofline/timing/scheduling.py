@@ -26,6 +26,7 @@ class Scheduler:
     charged_output: float = 0.5  # of a request's output for which the KV pool needs room before it enters
     captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
     flash_attention: bool = True
+    one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
     repeats_kv: bool = False  # decode steps copy keys and values for each query head
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0

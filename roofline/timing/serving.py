@@ -276,7 +276,7 @@ def _pool_bytes(case: Case, chip: Hardware, weights: float, reserved: float) -> 
 
 def _sglang_reserve_bytes(case: Case, chip: Hardware) -> float:
     """What SGLang 0.5 holds back by default, by the card's memory: for a chunk of a prompt, CUDA graphs and more."""
-    limit, chunk, graphs, wide_graphs = next(row for row in _SGLANG_RESERVE if chip.usable_memory_bytes < row[0])
+    _, chunk, graphs, wide_graphs = next(row for row in _SGLANG_RESERVE if chip.usable_memory_bytes < row[0])
     graphs = wide_graphs if case.tp >= 4 else graphs
     reserve = 512 + 1.5 * max(case.max_num_batched_tokens or chunk, 2048) + 2 * graphs + 128 * case.tp * case.pp
     return max(reserve, 10 * 1024 if chip.usable_memory_bytes > 60 * 2**30 else 0) * 2**20
@@ -332,6 +332,7 @@ def layout_of(
         compute_dtype_of(scheme, chip),
         kv_bytes,
         flash_attention=(scheduler or Scheduler()).flash_attention,
+        one_attention=(scheduler or Scheduler()).one_attention,
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
         captured_context=(scheduler or Scheduler()).captured_context,
     )

@@ -22,6 +22,7 @@ from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import (
     allreduce_s,
     attention_decode_s,
+    attention_mixed_s,
     attention_prefill_s,
     elementwise_s,
     gemm_s,
@@ -92,6 +93,7 @@ class Layout:
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
     flash_attention: bool = True  # else a prompt's scores are written out
+    one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
     repeats_kv: bool = False  # a decode step's keys and values are copied for each query head
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
 
@@ -238,10 +240,7 @@ class StepFold:
             flops = 4.0 * steps.decodes * share * heads * width * context
             moved = steps.decodes * share * context * self.kv_row_bytes()
             # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
-            least = np.maximum(flops / peak, moved / self.bandwidth)
-            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
-            self.values[name] += np.maximum(seconds * decoding, least) * layers
-            self.least[name] += least * layers
+            decode_s, decode_least = seconds * decoding, np.maximum(flops / peak, moved / self.bandwidth)
 
             prompts, prefilling = np.maximum(steps.prompts * share, 1e-9), steps.prompts > 0
             chunk = np.maximum(steps.chunk, 1)
@@ -259,6 +258,14 @@ class StepFold:
             name = "attention_prefill" if self.layout.flash_attention else "attention_plain"
             self.values[name] += np.maximum(seconds * prefilling, least) * layers
             self.least[name] += least * layers
+            both = decoding & prefilling
+            if self.layout.one_attention and both.any():
+                work = (prompts, chunk, np.maximum(reached, chunk), batch, np.maximum(context, 1))
+                together = attention_mixed_s(*work, heads, kv_heads, width, **sizes)
+                decode_s = np.where(both, together - seconds, decode_s)
+            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
+            self.values[name] += np.maximum(decode_s, decode_least) * layers
+            self.least[name] += decode_least * layers
 
     def experts(self) -> None:
         config, layout, np = self.config, self.layout, self.np
