@@ -90,7 +90,9 @@ _V1_SOURCE: Final = (
     "its prompt fits the pool, and the last one pauses when the pool is full; one attention kernel for both"
 )
 _V1_LARGE: Final = replace(_V1, max_num_batched_tokens=8192, max_num_seqs=1024)
-_V1_LARGE_SOURCE: Final = _V1_SOURCE.replace("not on H100s: 2048 tokens and 256", "on cards of 70 GiB: 8192 tokens and 1024")
+_V1_LARGE_SOURCE: Final = _V1_SOURCE.replace(
+    "not on H100s: 2048 tokens and 256", "on cards of 70 GiB: 8192 tokens and 1024"
+)
 _V1_FULL_SOURCE: Final = (
     f"{_V1_LARGE_SOURCE}; A100s are an exception by their name, but here tokens/s times the time of a token are 1000"
 )

@@ -82,7 +82,7 @@ def time_case(
         cuda_graphs=notes.cuda_graphs, torch_compile=notes.torch_compile, flash_attention=notes.flash_attention,
         max_num_batched_tokens=notes.max_num_batched_tokens, max_num_seqs=notes.max_num_seqs,
         max_model_len=notes.max_model_len, gpu_memory_utilization=notes.gpu_memory_utilization,
-        power_limit_watts=gpu.power_limit_watts, source=source, note=note,
+        offline=notes.in_program, power_limit_watts=gpu.power_limit_watts, source=source, note=note,
         assumed=(*gpu.assumed, *unsaid, *guessed, *notes.assumed),
         h20_qwen3_table=gpu.id == "h20" and "Qwen3" in source and "speed_benchmark" in source,
         host_bound=notes.host_bound,
