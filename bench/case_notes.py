@@ -23,6 +23,7 @@ class Notes:
     attention_dp: bool = False
     host_bound: bool = False
     micro_batch: bool = False
+    in_program: bool = False  # the engine's class was called, not its server
     is_offline: bool = False  # the batch is the engine's limit in a run of more requests
     requests: int | None = None
     prior_len: int = 0
@@ -59,6 +60,7 @@ def read_notes(row: Mapping[str, str], engine: str, metric: str) -> Notes:
         attention_dp=_says(r"attention data-parallel|enable[-_]attention[-_]dp|dp attention", note),
         host_bound=_host_bound(row, engine),
         micro_batch=micro is not None,
+        in_program=_says(r"LLM\.generate", note),
         is_offline=_says(r"profile_throughput|max batch \d", note),
         requests=_number(r"num-prompts[ =](\d+)|(\d+) (?:\S+ )?(?:prompts|requests)\b", note),
         prior_len=_number(r"at depth (\d+)", note) or 0,
@@ -108,7 +110,10 @@ def _gib(pattern: str, text: str) -> float | None:
 
 
 def _fraction(note: str) -> float | None:
-    spelled = r"(?:gmu|gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static)[ =]+(0?\.\d+|1\.0)"
+    spelled = (
+        r"(?:gmu|gpu[-_]memory[-_]utilization|mem[-_]fraction[-_]static|cache[-_]max[-_]entry[-_]count"
+        r"|free[-_]gpu[-_]mem(?:ory)?[-_]fraction)[ =]+(0?\.\d+|1\.0)"
+    )
     found = re.search(spelled, note, re.I)
     return float(found[1]) if found else None
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from roofline.hardware import load_hardware
 from roofline.timing.case import Case
 from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, Engine, step_seconds
 from roofline.timing.scheduling import Scheduler
@@ -37,7 +38,7 @@ class Row:
 def make_row(case: Case, scheduler: Scheduler) -> Row:
     """Plans a case; raises InputError where it can't be."""
     plan = plan_case(case, scheduler)
-    return Row(case, plan, case_terms(case, plan, scheduler), scheme_key(case.weights))
+    return Row(case, plan, case_terms(case, plan, scheduler), scheme_key(case.weights, load_hardware(case.hardware)))
 
 
 class Stack:

@@ -89,11 +89,26 @@ _CAPTURED: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mix
 _CAPTURED_SOURCE: Final = f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture)"
 _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
-_V1: Final = Scheduler(max_num_batched_tokens=2048, max_num_seqs=256, mixes=True)
-_V1_SOURCE: Final = "vLLM V1 server, not on H100s: 2048 tokens and 256 sequences a step, prompts join decodes"
+_V1: Final = Scheduler(2048, 256, mixes=True, charged_output=0.0, one_attention=True)
+_V1_SOURCE: Final = (
+    "vLLM V1 server, not on H100s: 2048 tokens and 256 sequences a step, prompts join decodes; a request enters when "
+    "its prompt fits the pool, and the last one pauses when the pool is full; one attention kernel for both"
+)
+_V1_LARGE: Final = replace(_V1, max_num_batched_tokens=8192, max_num_seqs=1024)
+_V1_LARGE_SOURCE: Final = _V1_SOURCE.replace(
+    "not on H100s: 2048 tokens and 256", "on cards of 70 GiB: 8192 tokens and 1024"
+)
+_V1_FULL_SOURCE: Final = (
+    f"{_V1_LARGE_SOURCE}; A100s are an exception by their name, but here tokens/s times the time of a token are 1000"
+)
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"
+_TRT_BUILT: Final = Scheduler(max_num_batched_tokens=131072, max_num_seqs=2048, mixes=True, charged_output=1.0)
+_TRT_BUILT_SOURCE: Final = (
+    "TensorRT-LLM before 0.10: an engine is built for max_batch_size x max_input_len tokens a step, 64 x 2048 in these "
+    "rows' source; a request's whole output reserved"
+)
 _LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
 _LMDEPLOY_SOURCE: Final = "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"
 _LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False)
@@ -115,14 +130,14 @@ GROUPS: Final = (
     Group("vllm", ("0.7",), "h100", _V0, _V0_SOURCE, _V0_USUAL),
     Group("vllm", ("0.7",), "rtx-4090", _V0, _V0_SOURCE, _V0_USUAL),
     Group("vllm", ("0.7",), "l4", _V0, _V0_SOURCE, _V0_USUAL),
-    Group("vllm", ("0.9",), "a100", _V1, _V1_SOURCE),
+    Group("vllm", ("0.9",), "a100", _V1_LARGE, _V1_FULL_SOURCE),
     Group("vllm", ("0.11", "0.10"), "a100", _V1, _V1_SOURCE),
     Group("vllm", ("0.19", "0.9", "0.10", "0.20"), "rtx-4090", _V1, _V1_SOURCE),
     Group("vllm", ("0.20", "0.23"), "a100", _V1, _V1_SOURCE),
     Group("vllm", ("0.23",), "rtx-5070-ti", _V1, _V1_SOURCE),
-    Group("vllm", ("0.27",), "rtx-pro-6000", _V1, _V1_SOURCE),
+    Group("vllm", ("0.27",), "rtx-pro-6000", _V1_LARGE, _V1_LARGE_SOURCE),
     Group("sglang", ("0.5",), "a100", _SGLANG, "SGLang: chunks of 8192 tokens, decodes apart"),
-    Group("tensorrt-llm", ("2024",), "a100", _TRT, _TRT_SOURCE, _COMPILED),
+    Group("tensorrt-llm", ("2024",), "a100", _TRT_BUILT, _TRT_BUILT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.2",), "a100", _TRT, _TRT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.0",), "h100", _TRT, _TRT_SOURCE, _COMPILED),
     Group("tensorrt-llm", ("1.0",), "h200", _TRT, _TRT_SOURCE, _COMPILED),

@@ -19,6 +19,12 @@ from roofline.weight_schemes import stored_weight_bytes
 Run = tuple[str, ...]  # what the rows of one run share
 _LLAMA_BENCH: Final = 512, 128  # llama-bench's default prompt and generation
 _POOLED: Final = ("vllm", "sglang", "tensorrt-llm", "lmdeploy")  # engines that queue what their cache doesn't hold
+# Requests of a run by prompt and output, as TensorRT-LLM's perf-overview.md says below its tables.
+_OVERVIEW: Final = "TensorRT-LLM docs/source/performance/perf-overview.md"
+_OVERVIEW_REQUESTS: Final = {
+    (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
+    (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
+}  # fmt: skip
 _USABLE: Final = 0.9  # of the card, for weights and cache
 
 
@@ -56,6 +62,9 @@ def time_case(
     if notes.micro_batch:  # the column then holds the tokens of a step, of one sequence
         batch = batch._replace(concurrency=1)
     input_len, output_len, guessed = _lengths(row, engine, metric, notes, lengths)
+    if _OVERVIEW in source and batch.saturated and batch.requests is None:
+        requests = _OVERVIEW_REQUESTS.get((input_len, output_len))
+        batch = batch._replace(concurrency=requests or batch.concurrency, requests=requests)
     needed = notes.prior_len + input_len + output_len
     if needed > config.context_length:
         config = replace(config, max_position_embeddings=needed, rope_scaling=None)
@@ -73,7 +82,7 @@ def time_case(
         cuda_graphs=notes.cuda_graphs, torch_compile=notes.torch_compile, flash_attention=notes.flash_attention,
         max_num_batched_tokens=notes.max_num_batched_tokens, max_num_seqs=notes.max_num_seqs,
         max_model_len=notes.max_model_len, gpu_memory_utilization=notes.gpu_memory_utilization,
-        power_limit_watts=gpu.power_limit_watts, source=source, note=note,
+        offline=notes.in_program, power_limit_watts=gpu.power_limit_watts, source=source, note=note,
         assumed=(*gpu.assumed, *unsaid, *guessed, *notes.assumed),
         h20_qwen3_table=gpu.id == "h20" and "Qwen3" in source and "speed_benchmark" in source,
         host_bound=notes.host_bound,

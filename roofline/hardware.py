@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("datasheet", "measured elsewhere", "measured here", "reported elsewhere", "derived")
 _FLOAT8: Final = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-DTYPES: Final = ("bfloat16", "float16", "float32", "float64", *_FLOAT8, "int8")
+DTYPES: Final = ("bfloat16", "float16", "float32", "float64", *_FLOAT8, "float4_e2m1fn", "int8")
 _REQUIRED: Final = ("peak_bandwidth_bytes_per_s", "memory_bytes")
 _FIGURE_FORM: Final = '{ value = 1008e9, unit = "B/s", kind = "datasheet", source = "document, page" }'
 _PEER_LINKS: Final = ("nvlink", "infinity_fabric", "pcie")  # fastest first; a CPU-GPU link is not a way to a peer

@@ -105,6 +105,18 @@ class EngineSettings:
     runner: str | None = None  # V0, V1, V2 where it was chosen
 
 
+def batch_limits(hardware: Hardware, usage: Usage = "server") -> tuple[int, int]:
+    """Tokens and sequences of one step that vLLM since 0.8 (V1) takes by default; larger cards get more, not A100s."""
+    batching = _data()["batching"]
+    large = _is_large(hardware, batching)
+    size = "_large" if large else ""
+    return int(batching[f"{usage}_tokens{size}"]), int(batching[f"seqs{size}"])
+
+
+def _is_large(hardware: Hardware, batching: dict[str, Any]) -> bool:
+    return bool(hardware.usable_memory_bytes >= batching["large_bytes"] and "a100" not in hardware.id)
+
+
 def engine_memory(
     config: ModelConfig,
     hardware: Hardware,
@@ -122,7 +134,7 @@ def engine_memory(
     mesh = mesh or Mesh()
     rules, constants, batching = _rules(settings.version), _data()["constants"], _data()["batching"]
     runner = settings.runner or _runner(config, rules, weights)
-    large = hardware.usable_memory_bytes >= batching["large_bytes"] and "a100" not in hardware.id
+    large = _is_large(hardware, batching)
     tokens = settings.max_num_batched_tokens or _step_tokens(
         runner, settings.usage, large, max_model_len, rules, batching
     )

@@ -178,6 +178,9 @@ def test_peaks_of_one_chip_fit_each_other(chip: Hardware) -> None:
     for dtype in peaks:
         if dtype.startswith("float8"):
             assert peaks[dtype] / half == pytest.approx(2, rel=0.025)
+    if "float4_e2m1fn" in peaks:  # nor does float4
+        assert peaks["float4_e2m1fn"] / half == pytest.approx(2 * int8_ratio, rel=0.025)
+    assert ("float4_e2m1fn" in peaks) == (chip.compute_capability in ("10.0", "12.0"))
     if chip.peak_tensorfloat32_flops_per_s:
         assert chip.peak_tensorfloat32_flops_per_s / half == pytest.approx(0.5, rel=0.02)
     assert ("float8_e4m3fn" in peaks) == (chip.compute_capability in ("8.9", "9.0", "10.0", "12.0"))

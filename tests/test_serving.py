@@ -18,6 +18,8 @@ from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import CONSTANTS, Engine, step_seconds
 from roofline.timing.kernels import gemm_s
+from roofline.timing.pools import pool_tokens
+from roofline.timing.queueing import queue_groups, spread_lengths
 from roofline.timing.scheduling import (
     Group,
     Scheduler,
@@ -25,13 +27,11 @@ from roofline.timing.scheduling import (
     decode_groups,
     mean_wait_groups,
     prefill_groups,
-    queue_groups,
-    spread_lengths,
     steady_groups,
 )
-from roofline.timing.serving import layout_of, plan_case, predict_case, scheme_key
+from roofline.timing.serving import layout_of, plan_case, predict_case, scheduler_for, scheme_key
 from roofline.timing.step import Terms, step_terms
-from roofline.weight_schemes import scheme_of
+from roofline.weight_schemes import scheme_of, stored_weight_bytes
 
 CONFIGS = [ModelConfig.from_hf(name) for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Llama-3.1-8B")]
 CHIPS = ("rtx-4090", "a100-80gb-sxm", "h100-sxm", "rtx-3090", "l4", "rtx-5090")
@@ -50,7 +50,7 @@ def least_seconds(config: ModelConfig, groups: list[Group], chip_id: str, scheme
     chip = load_hardware(chip_id)
     layout = layout_of(config, chip, scheme_of(scheme), tp=tp)
     terms = step_terms(config, as_steps(groups), layout, chip, load_efficiency(chip)[0])
-    return step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
+    return step_seconds(terms, engine, *engine.scheme(scheme_key(scheme, chip)))
 
 
 @settings(max_examples=150, deadline=None)
@@ -120,11 +120,15 @@ def test_groups_of_decode_steps_attend_as_many_tokens_as_single_steps(batch: int
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 400), st.integers(1, 60), st.integers(1, 20), st.booleans())
 def test_a_queue_makes_every_token_once(count: int, prompt: int, output: int, places: int, mixes: bool) -> None:
+    for pool, charged in ((1e9, 0.5), (2.0 * (prompt + output), 0.0), (2.0 * (prompt + output), 1.0)):
+        _check_queue(count, prompt, output, places, pool, Scheduler(512, mixes=mixes, charged_output=charged))
+
+
+def _check_queue(count: int, prompt: int, output: int, places: int, pool: float, scheduler: Scheduler) -> None:
     requests = spread_lengths(prompt, output, count, 1.5)
-    scheduler = Scheduler(max_num_batched_tokens=512, mixes=mixes)
-    groups = queue_groups(requests, places, 1e9, scheduler)
+    groups = queue_groups(requests, places, pool, scheduler)
     decoded = sum(group.times * group.decodes for group in groups)
-    assert decoded == pytest.approx(sum(made - 1 for _, made in requests), rel=0.05, abs=places)
+    assert decoded == pytest.approx(sum(made - 1 for _, made in requests))
     taken = sum(group.times * group.prompts * group.chunk for group in groups)
     assert taken == pytest.approx(sum(length for length, _ in requests))
     assert max(group.decodes for group in groups) <= places
@@ -132,10 +136,37 @@ def test_a_queue_makes_every_token_once(count: int, prompt: int, output: int, pl
 
 @given(st.integers(2, 500), st.integers(20, 4000), st.integers(20, 4000))
 def test_spread_lengths_keep_their_means(count: int, prompt: int, output: int) -> None:
-    requests = spread_lengths(prompt, output, count, 1.5)
-    assert np.mean([length for length, _ in requests]) == pytest.approx(prompt, abs=0.6)
-    assert np.mean([made for _, made in requests]) == pytest.approx(output, abs=0.6)
-    assert max(made for _, made in requests) <= 1.5 * output + 1
+    for widest in (1.0, 1.5, 4.0):
+        requests = spread_lengths(prompt, output, count, widest)
+        assert np.mean([length for length, _ in requests]) == pytest.approx(prompt, abs=0.6)
+        assert np.mean([made for _, made in requests]) == pytest.approx(output, abs=0.6)
+        assert max(made for _, made in requests) <= 1.1 * widest * output + 1
+
+
+def test_recorded_lengths_have_a_long_tail() -> None:
+    """Of exponential lengths with mean 200 cut at 4 times that, 1 in 10 is over 2.2 times the mean, the median 0.72."""
+    made = sorted(output for _, output in spread_lengths(200, 200, 1000, 4.0))
+    assert made[-1] / 200 == pytest.approx(4 / (1 - 4 / (np.exp(4) - 1)), rel=0.05)
+    assert made[500] / 200 == pytest.approx(0.73, abs=0.02)
+    assert {output for _, output in spread_lengths(200, 200, 50, 1.0)} == {200}
+
+
+def test_the_last_request_pauses_while_the_pool_is_full() -> None:
+    """Two prompts of 50 tokens fit 110 together, their answers don't: the second waits from the 5th step to the end."""
+    scheduler = Scheduler(100, 8, mixes=True, charged_output=0.0)
+    groups = queue_groups([(50, 21)] * 2, 8, 110.0, scheduler)
+    by_size = {decodes: sum(g.times for g in groups if round(g.decodes) == decodes) for decodes in (0, 1, 2)}
+    assert by_size == {0: 1, 2: 5, 1: 30}
+    reserved = queue_groups([(50, 21)] * 2, 8, 110.0, Scheduler(100, 8, mixes=True, charged_output=1.0))
+    assert max(round(group.decodes) for group in reserved) == 1
+
+
+def test_prompts_that_join_decodes_are_staggered() -> None:
+    """Chunks of 100 tokens: each later prompt runs in a step that decodes those before it."""
+    groups = queue_groups([(100, 50)] * 3, 8, 1e9, Scheduler(102, 8, mixes=True, charged_output=0.0))
+    mixed = [group for group in groups if group.prompts]
+    assert sum(group.times for group in mixed) == 3
+    assert sum(group.times * group.decodes for group in mixed) == 0 + 1 + 2
 
 
 def test_the_mean_wait_of_prompts_that_are_taken_one_after_the_other() -> None:
@@ -250,3 +281,69 @@ def test_profiles_can_be_given() -> None:
     made = predict_case(CASE, [slow])
     assert made.provenance == "profile slow"
     assert (made.expected or 0) < 20
+
+
+def test_a_scheduler_follows_the_engines_version_and_card() -> None:
+    """vLLM 0.11 on an H100 finds a profile of 0.7 nearest, but its own scheduler mixes, with larger limits."""
+    old = Profile(
+        "vllm-0.7-h100", "", "", "vllm", ("0.7",), ("h100-sxm",), {}, {}, scheduler=Scheduler(32768, 256, False)
+    )
+    case = replace(CASE, engine_version="0.11.0", hardware="h100-sxm")
+    assert scheduler_for(case, old) == Scheduler(8192, 1024, True, charged_output=0.0, one_attention=True)
+    assert scheduler_for(replace(case, hardware="rtx-4090"), old).max_num_batched_tokens == 2048
+    assert scheduler_for(replace(case, engine_version="0.7.3"), old) == old.scheduler
+    assert scheduler_for(replace(case, engine="sglang"), old) == old.scheduler
+
+
+def test_pools_follow_each_engines_rule() -> None:
+    """Qwen3-32B leaves 19 GB of an A100: TensorRT-LLM takes 0.9 of what a step leaves, SGLang holds back 14 GB."""
+    config = ModelConfig.from_hf("Qwen3-32B")
+    case = replace(CASE, config=config, model="Qwen3-32B", input_len=200, output_len=200, engine_version="")
+    scheduler = Scheduler(8192, 1024, charged_output=1.0)
+    by_engine = {
+        engine: pool_tokens(replace(case, engine=engine, concurrency=1000), scheduler)
+        for engine in ("vllm", "tensorrt-llm", "sglang")
+    }
+    each = 2 * config.num_key_value_heads * config.head_dim * 2 * config.num_hidden_layers
+    free = load_hardware("a100-80gb-sxm").usable_memory_bytes - stored_weight_bytes(config, "BF16")
+    assert by_engine["sglang"] * each == pytest.approx(free - (512 + 12288 + 512 + 128) * 2**20, rel=0.01)
+    assert 0.75 * free < by_engine["tensorrt-llm"] * each < 0.9 * free
+    assert by_engine["vllm"] < by_engine["tensorrt-llm"]
+    few = replace(case, engine="tensorrt-llm", concurrency=1000, gpu_memory_utilization=0.45)
+    assert pool_tokens(few, scheduler) == pytest.approx(by_engine["tensorrt-llm"] / 2)
+
+
+def test_spread_attention_keeps_its_weights_on_each_device() -> None:
+    config = ModelConfig.from_hf("Qwen3-235B-A22B")
+    case = replace(CASE, config=config, engine="tensorrt-llm", hardware="h200", tp=8, concurrency=1000)
+    scheduler = Scheduler(8192, 1024, charged_output=1.0)
+    spread = pool_tokens(replace(case, attention_dp=True), scheduler)
+    # Each device holds 4 KV heads instead of one, for an eighth of the sequences, and less of them for its weights.
+    assert spread < 2 * pool_tokens(case, scheduler)
+
+
+def test_prompts_cost_decodes_that_share_their_kernel() -> None:
+    chip, config = load_hardware("a100-80gb-sxm"), ModelConfig.from_hf("Llama-3.1-8B")
+    steps = as_steps([Group(1, 64, 4096.0, 1, 1900, 2000.0), Group(1, 64, 4096.0)])
+    seconds = {
+        one: step_terms(
+            config,
+            steps,
+            layout_of(config, chip, scheme_of("bf16"), scheduler=Scheduler(one_attention=one)),
+            chip,
+            load_efficiency(chip)[0],
+        ).values["attention_decode"]
+        for one in (False, True)
+    }
+    assert seconds[True][0] > 1.5 * seconds[False][0]  # each query head reads the keys for itself
+    assert seconds[True][1] == seconds[False][1]
+
+
+def test_weights_that_a_chip_unpacks_have_a_key_of_their_own() -> None:
+    keys = {chip: scheme_key("FP8", load_hardware(chip)) for chip in ("a100-80gb-sxm", "h100-sxm")}
+    assert keys == {"a100-80gb-sxm": "fp8-unpacked", "h100-sxm": "fp8"}
+    assert scheme_key("AWQ", load_hardware("a100-80gb-sxm")) == "awq"
+    assert scheme_key("W8A8", load_hardware("a100-80gb-sxm")) == "w8a8"
+    engine = Engine({}, {"fp8-unpacked": {"memory": 2.0}, "fp8-block": {"memory": 3.0}})
+    assert engine.scheme("fp8")[0] == 3.0
+    assert engine.scheme("fp8-block-unpacked")[0] == 2.0

@@ -296,3 +296,14 @@ def test_numbers_and_arrays_share_the_small_operations() -> None:
     assert list(choose(a > b, a, b)) == [2, 7]
     assert soft_most(3.0, 4.0, 2.0) == pytest.approx(5)
     assert soft_most(0.0, 4.0, 2.0) == 4
+
+
+@pytest.mark.parametrize("rows", [1.0, 64.0, 512.0, 4096.0])
+def test_products_in_float4_beat_those_in_float8(rows: float) -> None:
+    """Operands are half as wide, for the memory, the tiles' loads and the quantising kernel."""
+    chip = load_hardware("rtx-5090")
+    narrow, wide = (
+        gemm_s(rows, 8192, 4096, chip=chip, eff=load_efficiency(chip)[0], weight_bits=bits, dtype=dtype)
+        for bits, dtype in ((4.5, "float4_e2m1fn"), (8.0, "float8_e4m3fn"))
+    )
+    assert narrow < wide

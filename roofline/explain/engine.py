@@ -81,7 +81,7 @@ class _Engine:
 
     def scheme_constant(self, kind: str) -> str:
         """A weight scheme's further slowdown; empty for weights of 16 bits."""
-        key = scheme_key(self.scheme)
+        key = scheme_key(self.scheme, self.chip)
         if not key:
             return ""
         value = self.engine.scheme(key)[SCHEME_KINDS.index(kind)]
@@ -178,7 +178,7 @@ class _Engine:
         """Names of the seconds of each kind of step."""
         import numpy as np
 
-        value: Any = step_seconds(kernels.terms, self.engine, *self.engine.scheme(scheme_key(self.scheme)))
+        value: Any = step_seconds(kernels.terms, self.engine, *self.engine.scheme(scheme_key(self.scheme, self.chip)))
         device_counts = {
             "layer_s": "layers",
             "prefill_layer_s": "prefill_layers",

@@ -73,7 +73,8 @@ class Case:
     max_num_batched_tokens: int | None = None  # tokens of one step: vLLM's limit, llama.cpp's micro-batch
     max_num_seqs: int | None = None
     max_model_len: int | None = None
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: float | None = None  # TensorRT-LLM and lmdeploy: the cache's share of what is free
+    offline: bool = False  # a program runs the engine (vLLM's LLM class), which then takes larger steps than a server
     power_limit_watts: float | None = None
     # Where it comes from, and what to know of it
     source: str = ""

@@ -51,6 +51,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "scheme_memory": Constant("further slowdown of products that wait for quantised weights", "1", 0.3, 8, 1.1, 0.2),
     "scheme_compute": Constant("further slowdown of compute with quantised weights", "1", 0.3, 12, 1.2, 0.4),
 }
+UNPACKED: Final = "-unpacked"  # ends the key of a scheme on chips without the narrow type of its products
 SCHEME_KINDS: Final = ("memory", "compute", "experts")
 SHARPNESS: Final = 6.0  # of the smooth maximum of device and host
 
@@ -78,7 +79,9 @@ class Engine:
 
 
 def _width(scheme: str) -> str:
-    return "4" if "4" in scheme or scheme.startswith("awq") else "8"
+    """Bits of a scheme's weights, and whether its kernels unpack them for want of a narrow product."""
+    bits = "4" if "4" in scheme or scheme.startswith("awq") else "8"
+    return bits + (UNPACKED if scheme.endswith(UNPACKED) else "")
 
 
 def step_seconds(

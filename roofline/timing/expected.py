@@ -57,7 +57,7 @@ def expect_requests(
 
         steps = as_steps([group for groups in each for group in groups])
         terms = step_terms(config, steps, replace(layout, experts=counted), chip, eff)
-        seconds = step_seconds(terms, engine, *engine.scheme(scheme_key(scheme)))
+        seconds = step_seconds(terms, engine, *engine.scheme(scheme_key(scheme, chip)))
         starts = np.cumsum([0, *(len(groups) for groups in each[:-1])])
         total, kernels = (np.add.reduceat(steps.times * one, starts) for one in (seconds, terms.kernel_s))
         return zip(total.tolist(), np.maximum(total - kernels, 0.0).tolist(), strict=True)

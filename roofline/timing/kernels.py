@@ -45,6 +45,7 @@ _NEVER_S: Final = 1e9
 _NARROW_ROWS: Final = 16  # of the least matrix instruction
 _VECTOR_COLUMNS: Final = 8  # of one thread block of the kernel for a single row
 _FLOAT8_NARROW: Final = 1280  # columns up to which the float8 kernel takes its narrowest tile
+_OPERAND_BYTES: Final = {"float4_e2m1fn": 0.5 + 1 / 16}  # of an activation; with NVFP4's float8 scale of 16 of them
 _MOE_ROWS: Final = (16, 32, 64, 128)
 _MOE_COLUMNS: Final = (32, 64, 128, 256)
 _L2_EDGE: Final = 6.0  # how sharply a working set that outgrows L2 starts to miss
@@ -145,19 +146,20 @@ def _float8_gemm_s(
 ) -> Any:
     """Tiles of 64 rows up to 128, above that pairs of 128 rows that share their weights; k isn't split."""
     sms, peak, weight = _sms(chip), chip.flops_per_s(dtype), weight_bits / 8
+    operand = _OPERAND_BYTES.get(dtype, 1.0)
     rows = choose(m <= 128, 64.0, 128.0)
     columns = choose(m <= 64, choose(n <= _FLOAT8_NARROW, 16.0, 64.0), 128.0)
     tiles = choose(m <= 64, 1.0, 2.0 * ceil_div(m, 2 * rows)) * ceil_div(n, columns)
     step = soft_most(
         2.0 * rows * columns * sms / (peak * eff.compute_fraction),
-        (rows + columns * weight) / eff.sm_load_bytes_per_s,
+        (rows * operand + columns * weight) / eff.sm_load_bytes_per_s,
         4.0,
     )
     ends = eff.tile_start_s + rows * columns * 2.0 / eff.sm_store_bytes_per_s
     work = _waves(tiles, sms, eff.wave_overlap) * (ceil_div(k, 128) * 128 * step + ends)
-    memory = (n * k * weight + m * k + m * n * 2.0) / (_bandwidth(chip) * eff.memory_fraction)
-    # The quantising kernel reads 16 bits, writes 8; a thread block has one row, and 8 of them fit an SM.
-    moved = m * k * 3.0 / (_bandwidth(chip) * eff.quantise_memory_fraction)
+    memory = (n * k * weight + m * k * operand + m * n * 2.0) / (_bandwidth(chip) * eff.memory_fraction)
+    # The quantising kernel reads 16 bits, writes the operand; a thread block has one row, and 8 of them fit an SM.
+    moved = m * k * (2.0 + operand) / (_bandwidth(chip) * eff.quantise_memory_fraction)
     quantise = most(moved, ceil_div(m, sms * 8) * k / eff.quantise_elements_per_s)
     return eff.launch_s + soft_most(work, memory, eff.sharpness) + quantise
 

@@ -23,9 +23,10 @@ class Scheduler:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     mixes: bool = True  # chunks of prompts run in the same step as decodes
-    charged_output: float = 0.5  # of a request's output that its place in the KV pool is counted with, on average
+    charged_output: float = 0.5  # of a request's output for which the KV pool needs room before it enters
     captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
     flash_attention: bool = True
+    one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
     repeats_kv: bool = False  # decode steps copy the cache to add a token, and then for each query head
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
@@ -119,59 +120,7 @@ def mean_wait_groups(groups: Sequence[Group]) -> list[Group]:
     return waited
 
 
-def queue_groups(
-    requests: Sequence[tuple[int, int]], places: int, pool_tokens: float, scheduler: Scheduler
-) -> list[Group]:
-    """All requests (prompt, output) wait at the start; first come, first served, as places and the KV pool allow.
-
-    A running request is charged its prompt and a part of its output. Decode steps between two ends are one group.
-    """
-    waiting = list(reversed(requests))
-    running: list[list[int]] = []  # tokens attended next and tokens to make, of each
-    groups: list[Group] = []
-    while waiting or running:
-        admitted = _admit(waiting, running, places, pool_tokens, scheduler)
-        tokens = sum(prompt for prompt, _ in admitted)
-        prefill = math.ceil(tokens / scheduler.max_num_batched_tokens) if tokens else 0
-        if admitted:
-            chunk = min(tokens / len(admitted), scheduler.max_num_batched_tokens)
-            prompts = tokens / prefill / chunk
-            decoding = [entry for entry in running if entry[1] > 0] if scheduler.mixes else []
-            context = sum(entry[0] for entry in decoding) / len(decoding) if decoding else 1.0
-            made = [min(prefill, entry[1]) for entry in decoding]
-            mean = tokens / len(admitted)
-            groups.append(Group(prefill, sum(made) / prefill, context, prompts, chunk, (mean + chunk) / 2))
-            for entry, moved in zip(decoding, made, strict=True):
-                entry[0], entry[1] = entry[0] + moved, entry[1] - moved
-            running.extend([prompt + 1, output - 1] for prompt, output in admitted)
-        running = [entry for entry in running if entry[1] > 0]
-        steps = min((left for _, left in running), default=0)
-        if not running:
-            continue
-        context = sum(length for length, _ in running) / len(running)
-        groups.append(Group(steps, len(running), context + steps / 2))
-        for entry in running:
-            entry[0], entry[1] = entry[0] + steps, entry[1] - steps
-        running = [entry for entry in running if entry[1] > 0]
-    return _merged(groups)
-
-
-def _admit(
-    waiting: list[tuple[int, int]], running: list[list[int]], places: int, pool_tokens: float, scheduler: Scheduler
-) -> list[tuple[int, int]]:
-    held = sum(length + scheduler.charged_output * left for length, left in running)
-    admitted: list[tuple[int, int]] = []
-    while waiting and len(running) + len(admitted) < places:
-        prompt, output = waiting[-1]
-        need = prompt + scheduler.charged_output * output
-        if (running or admitted) and held + need > pool_tokens:
-            break
-        held += need
-        admitted.append(waiting.pop())
-    return admitted
-
-
-def _merged(groups: Sequence[Group]) -> list[Group]:
+def merged(groups: Sequence[Group]) -> list[Group]:
     """Groups of about the same size as one, weighted by how often they run: a twentieth of the size is one bin."""
     bins: dict[tuple[int, int], list[Group]] = {}
     for group in groups:
@@ -199,22 +148,3 @@ def _mean(groups: Sequence[Group]) -> Group:
         mean("chunk", started),
         mean("reached", [group.times * group.prompts * group.chunk for group in groups]),
     )
-
-
-def spread_lengths(mean_prompt: int, mean_output: int, count: int, widest: float) -> list[tuple[int, int]]:
-    """`count` requests whose lengths spread evenly from near 0 to `widest` times the mean, with these means.
-
-    Outputs are shuffled against prompts by a fixed stride, so that a run is the same each time.
-    """
-    low = 2.0 - widest
-
-    def length(mean: int, index: int) -> int:
-        share = (index % count + 0.5) / count
-        return max(1, round(mean * (low + (widest - low) * share)))
-
-    first, second = _coprime(count, 0.618), _coprime(count, 0.382)
-    return [(length(mean_prompt, index * second), length(mean_output, index * first)) for index in range(count)]
-
-
-def _coprime(count: int, share: float) -> int:
-    return next(step for step in range(round(count * share) | 1, 4 * count + 4, 2) if math.gcd(step, count) == 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -10,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.sharding import Mesh, check_mesh
-from roofline.count import count_kv_bytes_per_token, dtype_bits
+from roofline.count import dtype_bits
 from roofline.hardware import Hardware, load_hardware
-from roofline.memory import peak_activation_bytes, plan_memory
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
-from roofline.timing.engine import Engine, step_seconds
+from roofline.timing.engine import UNPACKED, Engine, step_seconds
+from roofline.timing.pools import kv_dtype_of, pool_tokens
+from roofline.timing.queueing import queue_groups, spread_lengths
 from roofline.timing.scheduling import (
     Group,
     Scheduler,
@@ -23,22 +23,20 @@ from roofline.timing.scheduling import (
     decode_groups,
     mean_wait_groups,
     prefill_groups,
-    queue_groups,
-    spread_lengths,
     steady_groups,
 )
 from roofline.timing.step import Layout, Steps, Terms, step_terms
-from roofline.weight_schemes import WeightScheme, op_weight_bits, scheme_of, stored_weight_bytes
+from roofline.vllm_memory import batch_limits, parse_version
+from roofline.weight_schemes import WeightScheme, op_weight_bits, scheme_of
 
 if TYPE_CHECKING:
     from roofline.profile import Profile
 
 Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
-_RESERVED_BYTES: Final = 2**30  # beside weights, activations and the KV pool: CUDA context and graphs, a round estimate
-_UTILIZATION: Final = 0.9
-_SHORTENED: Final = 8192  # max_model_len where the model's own can't be served and the row doesn't say
+_V1_SINCE: Final = (0, 8)
 _IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
-_WIDEST: Final = 1.5  # of chat requests: the longest over the mean, lengths spread evenly
+_RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
+_LIMITED: Final = 1.5  # of answers that a limit of 512 tokens cuts, over their mean of 350
 _PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
 
 
@@ -68,6 +66,9 @@ def plan_case(case: Case, scheduler: Scheduler) -> Plan:
     if case.input_len < 1 and case.output_len < 1:
         problem = "with no output length says that nothing was timed"
         raise InputError("input_len", case.input_len, problem, "State a length.")
+    if case.offline and _is_v1(case, scheduler):
+        tokens, _ = batch_limits(load_hardware(case.hardware), "offline")
+        scheduler = replace(scheduler, max_num_batched_tokens=tokens)
     long = case.input_len + case.output_len > scheduler.long_context
     scheduler = replace(
         scheduler,
@@ -86,6 +87,21 @@ def plan_case(case: Case, scheduler: Scheduler) -> Plan:
     if case.saturated:
         return _plan_saturated(case, scheduler)
     return _plan_batch(case, scheduler)
+
+
+def scheduler_for(case: Case, profile: Profile) -> Scheduler:
+    """A profile's scheduler; vLLM's own where its version or card isn't the profile's: V1 since 0.8, limits by card."""
+    scheduler = profile.scheduler
+    version = parse_version(case.engine_version)
+    is_v1 = case.engine == "vllm" and (scheduler.mixes if version is None else version >= _V1_SINCE)
+    if not is_v1 or (scheduler.mixes and case.hardware in profile.hardware):
+        return scheduler
+    tokens, sequences = batch_limits(load_hardware(case.hardware))
+    return Scheduler(tokens, sequences, mixes=True, charged_output=0.0, one_attention=True)
+
+
+def _is_v1(case: Case, scheduler: Scheduler) -> bool:
+    return case.engine == "vllm" and scheduler.mixes
 
 
 def _plan_prefill(case: Case, scheduler: Scheduler) -> Plan:
@@ -150,8 +166,13 @@ def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
 
 def _fitting(case: Case, scheduler: Scheduler) -> int:
     """Requests that the KV pool holds at once."""
-    length = case.input_len + case.prior_len + scheduler.charged_output * case.output_len
-    return max(1, int(_pool_tokens(case, scheduler) / max(length, 1)))
+    length = case.input_len + case.prior_len + _mean_charge(scheduler) * case.output_len
+    return max(1, int(pool_tokens(case, scheduler) / max(length, 1)))
+
+
+def _mean_charge(scheduler: Scheduler) -> float:
+    """Part of the output that a running request takes of the KV pool on average: what is reserved, at least half."""
+    return max(0.5, scheduler.charged_output)
 
 
 def _scaled(groups: Sequence[Group], share: float) -> list[Group]:
@@ -161,15 +182,15 @@ def _scaled(groups: Sequence[Group], share: float) -> list[Group]:
 def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
     prompt, output = case.input_len, max(1, case.output_len)
     count = case.requests or case.concurrency
-    pool = _pool_tokens(case, scheduler)
+    pool = pool_tokens(case, scheduler)
     places = scheduler.max_num_seqs
-    charged = prompt + scheduler.charged_output * output
+    charged = prompt + _mean_charge(scheduler) * output
     if case.concurrency >= UNBOUNDED or count > 20_000:
         fitting = max(1.0, min(places, pool / charged))
         groups, count = steady_groups(fitting, prompt, output, scheduler), round(fitting)
     else:
-        widest = _WIDEST if _is_chat(case) else 1.0
-        groups = queue_groups(spread_lengths(prompt, output, count, widest), places, pool, scheduler)
+        lengths = spread_lengths(prompt, output, count, _widest(case))
+        groups = queue_groups(lengths, places, pool, scheduler)
     if case.metric == "tpot_ms":
         # Each step takes its time from every sequence that runs meanwhile.
         tokens = count * max(1, output - 1)
@@ -185,65 +206,11 @@ def _is_chat(case: Case) -> bool:
     return "sharegpt" in case.note.lower() or "suite" in case.note.lower()
 
 
-def _pool_tokens(case: Case, scheduler: Scheduler) -> float:
-    """Tokens that the KV pool holds, of all devices together where attention is spread; at least one request's."""
-    tokens = _planned_tokens(case) or _estimated_tokens(case, scheduler)
-    return max(tokens * case.pp * (case.tp if case.attention_dp else 1), float(case.input_len + case.output_len))
-
-
-def _planned_tokens(case: Case) -> float | None:
-    """The pool by the rules of the case's vLLM version; None for other engines, versions without rules, and PP."""
-    if case.engine != "vllm" or not re.match(r"\d+\.\d", case.engine_version) or case.pp > 1:
-        return None
-    version = re.match(r"[\d.]*\d", case.engine_version)
-    try:
-        tokens = _kv_tokens(case, version[0] if version else "", case.max_model_len)
-        if case.max_model_len is None and tokens < case.config.context_length:
-            # The engine wouldn't have started with the model's own length, so a shorter one was asked for.
-            tokens = _kv_tokens(case, version[0] if version else "", min(case.config.context_length, _SHORTENED))
-    except InputError:
-        return None
-    return tokens if tokens > case.input_len + case.output_len else None
-
-
-def _kv_tokens(case: Case, version: str, max_model_len: int | None) -> int:
-    return plan_memory(
-        case.config,
-        load_hardware(case.hardware),
-        gpu_memory_utilization=case.gpu_memory_utilization,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=case.max_num_batched_tokens,
-        max_num_seqs=case.max_num_seqs,
-        kv_dtype=case.kv_dtype,
-        weights=scheme_of(case.weights),
-        mesh=Mesh(tp=case.tp),
-        engine=f"vllm=={version}",
-        enforce_eager=case.cuda_graphs is False,
-    ).kv_tokens
-
-
-def _estimated_tokens(case: Case, scheduler: Scheduler) -> float:
-    """The pool where no rules are known: what weights, activations and a round reserve leave of nine tenths."""
-    chip = load_hardware(case.hardware)
-    profiled = min(scheduler.max_num_batched_tokens, 8192)  # tokens of the step whose activations are set aside
-    shards = 1 if case.attention_dp else case.tp
-    per_token = count_kv_bytes_per_token(case.config, _kv_dtype(case), Mesh(tp=shards)) / case.pp
-    weights = stored_weight_bytes(case.config, scheme_of(case.weights), Mesh(tp=case.tp)) / case.pp
-    budget = chip.usable_memory_bytes * (case.gpu_memory_utilization or _UTILIZATION)
-    reserved = _RESERVED_BYTES + peak_activation_bytes(case.config, profiled, mesh=Mesh(tp=case.tp))
-    pool = budget - weights - reserved
-    if pool < per_token * (case.input_len + case.output_len):
-        pool = chip.usable_memory_bytes * 0.97 - weights - reserved / 3  # it ran, so it fitted somehow
-    if pool <= 0:
-        raise InputError("hardware", case.hardware, "doesn't hold the weights", "Check tp and the weight scheme.")
-    return pool / per_token / case.pp
-
-
-def _kv_dtype(case: Case) -> str:
-    """The cache's type: as said; FP8 where TensorRT-LLM runs an FP8 checkpoint, as those say; else 16 bits."""
-    if case.kv_dtype is None and case.engine == "tensorrt-llm" and scheme_of(case.weights).name.startswith("fp8"):
-        return "float8_e4m3fn"
-    return case.kv_dtype or "bfloat16"
+def _widest(case: Case) -> float:
+    """The longest request over the mean: recorded conversations have some far longer ones; a suite limits outputs."""
+    if not _is_chat(case):
+        return 1.0
+    return _LIMITED if "suite" in case.note.lower() else _RECORDED
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
@@ -274,16 +241,23 @@ def layout_of(
         compute_dtype_of(scheme, chip),
         kv_bytes,
         flash_attention=(scheduler or Scheduler()).flash_attention,
+        one_attention=(scheduler or Scheduler()).one_attention,
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
         fused_experts=(scheduler or Scheduler()).fused_experts,
         captured_context=(scheduler or Scheduler()).captured_context,
     )
 
 
-def scheme_key(weights: str | WeightScheme) -> str:
-    """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits."""
-    name = (scheme_of(weights) if isinstance(weights, str) else weights).name
-    return "" if name in _PLAIN else name
+def scheme_key(weights: str | WeightScheme, chip: Hardware) -> str:
+    """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits.
+
+    Where the chip lacks the narrow type of a scheme's products, kernels unpack the weights: they are kept apart.
+    """
+    scheme = scheme_of(weights) if isinstance(weights, str) else weights
+    if scheme.name in _PLAIN:
+        return ""
+    unpacked = scheme.compute and compute_dtype_of(scheme, chip) == "bfloat16"
+    return f"{scheme.name}{UNPACKED}" if unpacked else scheme.name
 
 
 def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
@@ -296,7 +270,7 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         chip,
         scheme_of(case.weights),
         tp=case.tp,
-        kv_dtype=_kv_dtype(case),
+        kv_dtype=kv_dtype_of(case),
         dp=case.attention_dp,
         ep=case.ep > 1,
         scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),
@@ -328,12 +302,13 @@ def predict_case(case: Case, profiles: Sequence[Profile] | None = None) -> CaseP
         choice = choose_profile(
             known_profiles() if profiles is None else profiles, case.engine, case.hardware, case.engine_version
         )
-        plan = plan_case(case, choice.profile.scheduler)
-        terms = case_terms(case, plan, choice.profile.scheduler)
+        scheduler = scheduler_for(case, choice.profile)
+        plan = plan_case(case, scheduler)
+        terms = case_terms(case, plan, scheduler)
     except InputError as error:
         return CasePrediction(None, None, None, str(error), "")
     engine = choice.profile.engine_constants
-    seconds = plan_seconds(plan, terms, engine, scheme_key(case.weights))
+    seconds = plan_seconds(plan, terms, engine, scheme_key(case.weights, load_hardware(case.hardware)))
     least = float(plan.steps.times @ terms.bound_s)
     fast, slow = choice.interval(plan.kind)
     times = (seconds, max(least, seconds * fast), seconds * slow)

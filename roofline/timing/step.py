@@ -22,6 +22,7 @@ from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import (
     allreduce_s,
     attention_decode_s,
+    attention_mixed_s,
     attention_prefill_s,
     elementwise_s,
     gemm_s,
@@ -93,6 +94,7 @@ class Layout:
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
     flash_attention: bool = True  # else a prompt's scores are written out
+    one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
     repeats_kv: bool = False  # a decode step copies the cache to add its token, and then for each query head
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
@@ -243,9 +245,7 @@ class StepFold:
             least = np.maximum(flops / peak, moved / self.bandwidth)
             if self.layout.repeats_kv:
                 seconds = seconds + 2 * moved / (self.bandwidth * GROWN_FRACTION)
-            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
-            self.values[name] += np.maximum(seconds * decoding, least) * layers
-            self.least[name] += least * layers
+            decode_s, decode_least = seconds * decoding, least
 
             prompts, prefilling = np.maximum(steps.prompts * share, 1e-9), steps.prompts > 0
             chunk = np.maximum(steps.chunk, 1)
@@ -263,6 +263,14 @@ class StepFold:
             name = "attention_prefill" if self.layout.flash_attention else "attention_plain"
             self.values[name] += np.maximum(seconds * prefilling, least) * layers
             self.least[name] += least * layers
+            both = decoding & prefilling
+            if self.layout.one_attention and both.any():
+                work = (prompts, chunk, np.maximum(reached, chunk), batch, np.maximum(context, 1))
+                together = attention_mixed_s(*work, heads, kv_heads, width, **sizes)
+                decode_s = np.where(both, together - seconds, decode_s)
+            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
+            self.values[name] += np.maximum(decode_s, decode_least) * layers
+            self.least[name] += decode_least * layers
 
     def experts(self) -> None:
         config, layout, np = self.config, self.layout, self.np
