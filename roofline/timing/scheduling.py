@@ -29,6 +29,7 @@ class Scheduler:
     repeats_kv: bool = False  # decode steps copy keys and values for each query head
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0
+    remote_workers: bool = False  # each step is a remote call to the processes of the other devices
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ def layout_of(
         flash_attention=(scheduler or Scheduler()).flash_attention,
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
         captured_context=(scheduler or Scheduler()).captured_context,
+        remote_workers=(scheduler or Scheduler()).remote_workers,
     )
 
 

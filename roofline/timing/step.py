@@ -44,7 +44,7 @@ SECONDS = (
     "collectives",
     "collectives_large",
 )
-COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
+COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps")
 LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
@@ -94,6 +94,7 @@ class Layout:
     flash_attention: bool = True  # else a prompt's scores are written out
     repeats_kv: bool = False  # a decode step's keys and values are copied for each query head
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
+    remote_workers: bool = False  # each step is a remote call to the processes of the other devices
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ class StepFold:
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
+        self.values["remote_steps"] += float(self.layout.remote_workers and self.layout.tp > 1)
         return Terms(self.values, self.least)
 
     def peak(self, dtype: str) -> float:
