@@ -83,7 +83,10 @@ class Group:
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
 _V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
 _CAPTURED: Final = Scheduler(32768, 256, mixes=False, captured_context=8192, remote_workers=True)
-_CAPTURED_SOURCE: Final = f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture); Ray starts each step of several GPUs"
+_CAPTURED_SOURCE: Final = (
+    f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture); "
+    "Ray starts each step of several GPUs"
+)
 _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
 _V1: Final = Scheduler(max_num_batched_tokens=2048, max_num_seqs=256, mixes=True)
