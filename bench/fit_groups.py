@@ -23,6 +23,7 @@ FREE: Final = (
     "prefill_layer_s",
     "step_s",
     "remote_step_s",
+    "packed_call_s",
     "sequence_s",
     "collectives_large",
     "collective_call_s",

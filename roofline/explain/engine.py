@@ -182,6 +182,7 @@ class _Engine:
             "layer_s": "layers",
             "prefill_layer_s": "prefill_layers",
             "collective_call_s": "collective_calls",
+            "packed_call_s": "packed_calls",
         }
         host_counts = {"host_layer_s": "eager_layers", "prefill_host_layer_s": "prefill_layers"}
         formulas = []

@@ -44,7 +44,7 @@ SECONDS = (
     "collectives",
     "collectives_large",
 )
-COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps")
+COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps", "packed_calls")
 LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
@@ -185,6 +185,7 @@ class StepFold:
         dtype = dtype if dtype in self.chip.peak_flops_per_s else "bfloat16"
         running = rows > 0
         rows = self.np.maximum(rows, 1.0)
+        self.values["packed_calls"] += float(layers) * (bits < 16) * running
         bias = n * 2.0 if op.name == "qkv_proj" and self.config.qkv_bias else 0.0
         compute = 2.0 * rows * n * k / self.peak(dtype)
         memory = (n * k * bits / 8 + bias) / self.bandwidth
