@@ -22,6 +22,8 @@ FREE: Final = (
     "layer_s",
     "prefill_layer_s",
     "step_s",
+    "remote_step_s",
+    "packed_call_s",
     "sequence_s",
     "collectives_large",
     "collective_call_s",
@@ -42,7 +44,8 @@ FAMILIES: Final = {
     "a10": ("a10",),
 }
 # No launch is a CUDA graph's: each layer waits for the host.
-_EAGER: Final = Scheduler(max_num_batched_tokens=1 << 20, mixes=False, captured_context=0)
+_EAGER: Final = Scheduler(max_num_batched_tokens=1 << 20, mixes=False, captured_context=0, remote_workers=True)
+_EAGER_SOURCE: Final = "a vLLM of 2023 without CUDA graphs (the source's note); Ray starts each step of several GPUs"
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,11 @@ _2023_USUAL: Final = {**_V0_USUAL, "sequence_s": (3e-5, 1.5e-4)}
 _EAGER_SOURCE: Final = "a vLLM of 2023 without CUDA graphs (the source's note)"
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
 _V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
-_CAPTURED: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False, captured_context=8192)
-_CAPTURED_SOURCE: Final = f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture)"
+_CAPTURED: Final = Scheduler(32768, 256, mixes=False, captured_context=8192, remote_workers=True)
+_CAPTURED_SOURCE: Final = (
+    f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture); "
+    "Ray starts each step of several GPUs"
+)
 _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
 _V1: Final = Scheduler(2048, 256, mixes=True, charged_output=0.0, one_attention=True)

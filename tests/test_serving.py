@@ -203,6 +203,32 @@ def test_what_a_figure_counts() -> None:
     assert plan_case(replace(queued, concurrency=UNBOUNDED), scheduler).kind == "batched"
 
 
+def test_remote_workers_cost_once_a_step_and_only_where_there_are_some() -> None:
+    chip = load_hardware("a100-80gb-sxm")
+    steps, slow = as_steps([Group(1, 4, 500), Group(1, prompts=2, chunk=300, reached=300)]), {"remote_step_s": 0.004}
+    for tp, remote, expected in ((1, True, 0.0), (2, True, 0.004), (2, False, 0.0)):
+        layout = layout_of(CONFIGS[0], chip, scheme_of("bf16"), tp=tp, scheduler=Scheduler(remote_workers=remote))
+        terms = step_terms(CONFIGS[0], steps, layout, chip, load_efficiency(chip)[0])
+        added = step_seconds(terms, Engine(slow)) - step_seconds(terms, Engine({"remote_step_s": 0.0}))
+        assert added == pytest.approx([expected, expected], abs=1e-12)
+
+
+def test_each_product_with_quantised_weights_costs_a_call() -> None:
+    chip, steps = load_hardware("a100-80gb-sxm"), as_steps([Group(1, 1, 500)])
+    for config in CONFIGS[:2]:
+        packed, plain = (
+            step_terms(config, steps, layout_of(config, chip, scheme_of(name)), chip, load_efficiency(chip)[0])
+            for name in ("awq", "bf16")
+        )
+        products = 2 if config.is_moe else 4  # of attention, and of a dense layer's gate with up, and down
+        assert packed.values["packed_calls"] == pytest.approx([products * config.num_hidden_layers])
+        assert plain.values["packed_calls"] == pytest.approx([0.0])
+        added = step_seconds(packed, Engine({"packed_call_s": 1e-5})) - step_seconds(
+            packed, Engine({"packed_call_s": 0})
+        )
+        assert added == pytest.approx(packed.values["packed_calls"] * 1e-5)
+
+
 def test_a_longer_prompt_a_larger_batch_or_wider_weights_take_longer() -> None:
     def seconds(**changes: Any) -> float:
         case = replace(CASE, metric="ttft_ms", **changes)

@@ -156,7 +156,7 @@ class _Engine:
             candidates.append(f"(L + {SPARSE_LAUNCHES - 1:g} * L_sparse)")
         made = []
         for index, value in enumerate(kernels.terms.values[name]):
-            known = [kernels.rows[index]] if name == "sequences" else candidates
+            known = {"sequences": [kernels.rows[index]], "remote_steps": ["1"]}.get(name, candidates)
             fits = [formula for formula in known if evaluate(formula, self.nodes.values) == value]
             source = "as the engine's steps are counted (roofline.timing.step)"
             leaf = "" if fits or not value else self.nodes.leaf(
@@ -183,6 +183,7 @@ class _Engine:
             "layer_s": "layers",
             "prefill_layer_s": "prefill_layers",
             "collective_call_s": "collective_calls",
+            "packed_call_s": "packed_calls",
         }
         host_counts = {"host_layer_s": "eager_layers", "prefill_host_layer_s": "prefill_layers"}
         formulas = []
@@ -197,7 +198,7 @@ class _Engine:
                 top, low, p = f"max({device}, {host})", f"min({device}, {host})", f"{SHARPNESS:g}"
                 formula = f"{top} * (1 + ({low} / {top}) ** {p}) ** (1 / {p})"
                 busy = self.nodes.derive(f"{kernels.keys[index]}.busy_s", formula, "s", "a smooth maximum of the two")
-            more = self.added(kernels, {"sequence_s": "sequences"}, index)
+            more = self.added(kernels, {"sequence_s": "sequences", "remote_step_s": "remote_steps"}, index)
             formulas.append(total_of([busy, self.constant("step_s"), *more]))
         return kernels.each("seconds", "s", formulas, np.broadcast_to(value, kernels.steps.times.shape), "one step")
 

@@ -31,6 +31,7 @@ class Scheduler:
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0
+    remote_workers: bool = False  # each step is a remote call to the processes of the other devices
 
 
 @dataclass(frozen=True)

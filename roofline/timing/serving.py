@@ -245,6 +245,7 @@ def layout_of(
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
         fused_experts=(scheduler or Scheduler()).fused_experts,
         captured_context=(scheduler or Scheduler()).captured_context,
+        remote_workers=(scheduler or Scheduler()).remote_workers,
     )
 
 

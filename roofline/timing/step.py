@@ -45,7 +45,7 @@ SECONDS = (
     "collectives",
     "collectives_large",
 )
-COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls")
+COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps", "packed_calls")
 LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 GROWN_FRACTION = 0.4  # of the peak bandwidth, where each step copies a layer's cache to make it a token longer
@@ -98,6 +98,7 @@ class Layout:
     repeats_kv: bool = False  # a decode step copies the cache to add its token, and then for each query head
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
+    remote_workers: bool = False  # each step is a remote call to the processes of the other devices
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class StepFold:
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
+        self.values["remote_steps"] += float(self.layout.remote_workers and self.layout.tp > 1)
         return Terms(self.values, self.least)
 
     def peak(self, dtype: str) -> float:
@@ -187,6 +189,7 @@ class StepFold:
         dtype = dtype if dtype in self.chip.peak_flops_per_s else "bfloat16"
         running = rows > 0
         rows = self.np.maximum(rows, 1.0)
+        self.values["packed_calls"] += float(layers) * (bits < 16) * running
         bias = n * 2.0 if op.name == "qkv_proj" and self.config.qkv_bias else 0.0
         compute = 2.0 * rows * n * k / self.peak(dtype)
         memory = (n * k * bits / 8 + bias) / self.bandwidth
