@@ -85,7 +85,6 @@ class Group:
 _V0_USUAL: Final = {"prefill_host_layer_s": (5e-4, 2e-4)}
 # The sampler of 2023 went from sequence to sequence in Python, waiting for the device at each.
 _2023_USUAL: Final = {**_V0_USUAL, "sequence_s": (3e-5, 1.5e-4)}
-_EAGER_SOURCE: Final = "a vLLM of 2023 without CUDA graphs (the source's note)"
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
 _V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
 _CAPTURED: Final = Scheduler(32768, 256, mixes=False, captured_context=8192, remote_workers=True)
