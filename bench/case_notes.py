@@ -9,6 +9,8 @@ from typing import Final
 
 SETTINGS: Final = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cuda_graphs")
 
+_RANDOM_PROMPTS: Final = (0, 6, 5)  # the vLLM from which on its throughput benchmark draws the tokens of prompts
+
 
 @dataclass(frozen=True)
 class Notes:
@@ -24,6 +26,7 @@ class Notes:
     host_bound: bool = False
     micro_batch: bool = False
     in_program: bool = False  # the engine's class was called, not its server
+    repeated_token: bool = False
     is_offline: bool = False  # the batch is the engine's limit in a run of more requests
     requests: int | None = None
     prior_len: int = 0
@@ -61,6 +64,7 @@ def read_notes(row: Mapping[str, str], engine: str, metric: str) -> Notes:
         host_bound=_host_bound(row, engine),
         micro_batch=micro is not None,
         in_program=_says(r"LLM\.generate", note),
+        repeated_token=_repeats_a_token(note, row["framework_version"], engine),
         is_offline=_says(r"profile_throughput|max batch \d", note),
         requests=_number(r"num-prompts[ =](\d+)|(\d+) (?:\S+ )?(?:prompts|requests)\b", note),
         prior_len=_number(r"at depth (\d+)", note) or 0,
@@ -150,6 +154,14 @@ def _cuda_graphs(note: str, engine: str) -> bool | None:
     if engine == "transformers" or _says(r"--enforce-eager|enforce-eager,|ran eager|without CUDA graphs", note):
         return False
     return True if _says(r"enforce_eager=False|CUDA graphs( are)? on|\+ CUDA graphs", note) else None
+
+
+def _repeats_a_token(note: str, version: str, engine: str) -> bool:
+    """Whether all prompts are one token over and over, as of vLLM's script until 0.6.4 (see its pull request 10753)."""
+    if engine != "vllm" or not _says(r"benchmark_throughput(\.py)? .*--input-len", note):
+        return False
+    number = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
+    return number is not None and tuple(int(part or 0) for part in number.groups()) < _RANDOM_PROMPTS
 
 
 def _flash_attention(note: str) -> bool | None:

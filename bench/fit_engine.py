@@ -41,6 +41,13 @@ def make_row(case: Case, scheduler: Scheduler) -> Row:
     return Row(case, plan, case_terms(case, plan, scheduler), scheme_key(case.weights, load_hardware(case.hardware)))
 
 
+def _weight(case: Case) -> float:
+    """How much a row counts in a fit; prompts of one token repeated are scored but tell nothing of others."""
+    if case.repeated_token:
+        return 0.0
+    return 1.0 if case.grade == "A" else 0.7
+
+
 class Stack:
     """Rows side by side, so that one call times all their steps."""
 
@@ -58,7 +65,7 @@ class Stack:
         names = np.array(["", *self.schemes])
         index = {name: place for place, name in enumerate(names)}
         self.scheme_of_step = np.repeat([index[row.scheme] for row in rows], lengths)
-        self.weights = np.array([1.0 if row.case.grade == "A" else 0.7 for row in rows])
+        self.weights = np.array([_weight(row.case) for row in rows])
 
     def seconds(self, engine: Engine) -> Any:
         """Seconds of each row's span on an engine."""

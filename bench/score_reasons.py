@@ -33,6 +33,8 @@ def _of_case(case: Case) -> Iterator[str]:
     chip = load_hardware(case.hardware)
     if case.h20_qwen3_table:
         yield "an H20 row of the Qwen3 tables: a third of the card's bandwidth, cause unknown"
+    if case.repeated_token:
+        yield "prompts of one token over and over: alike rows draw less power, and all go to the same experts"
     if case.host_bound:
         yield "the note says that the host or launches set the time"
     if case.engine == "transformers" and (num_params(case) < 14e9 or case.config.is_moe):

@@ -209,6 +209,12 @@ def test_a_fit_is_the_same_each_time_and_finds_constants_that_made_the_rows() ->
     assert first == second
     assert np.abs(stack.residuals(first)).max() < 0.01
     assert first.constants["step_s"] == pytest.approx(0.0021, rel=0.15)
+    # Prompts of one token repeated are scored, but move nothing.
+    odd = replace(cases[0], measured=cases[0].measured * 3, repeated_token=True)
+    more = fit_engine.Stack([*stack.rows, fit_engine.make_row(odd, scheduler)])
+    moved = fit_engine.fit_engine(more, ("step_s", "layer_s"))
+    assert moved.constants == pytest.approx(first.constants, rel=1e-6)
+    assert more.residuals(moved)[-1] == pytest.approx(np.log(3), abs=0.02)
 
 
 def test_the_command_prints_low_expected_and_high() -> None:

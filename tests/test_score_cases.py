@@ -208,6 +208,17 @@ def test_settings_are_read_from_a_note(bench: Modules) -> None:
     assert (notes.expert_parallel, notes.attention_dp) == (True, True)
 
 
+@pytest.mark.parametrize(
+    ("version", "repeats"), [("0.4.2", True), ("0.6.4.post1", True), ("0.6.5", False), ("", False)]
+)
+def test_prompts_of_vllms_early_throughput_script_are_one_token_repeated(
+    bench: Modules, write: Write, version: str, repeats: bool
+) -> None:
+    note = "benchmark_throughput.py --input-len 1000 --output-len 100 --enforce-eager -tp 2"
+    assert one_case(bench, write({"note": note, "framework_version": version})).repeated_token is repeats
+    assert not one_case(bench, write({"note": "benchmark_throughput.py on ShareGPT"})).repeated_token
+
+
 def test_an_end_to_end_rate_counts_what_its_note_says(bench: Modules, write: Write) -> None:
     plain = one_case(bench, write({}))
     both = one_case(bench, write({"note": "(prompt+2048 generated)/time (stated); batch 1"}))

@@ -82,6 +82,7 @@ class Case:
     assumed: tuple[str, ...] = ()  # fields that the row doesn't state, with the value taken
     h20_qwen3_table: bool = False  # implies a third of the card's bandwidth, cause unknown: reported apart
     host_bound: bool = False  # the note says that launches or the host set the time
+    repeated_token: bool = False  # prompts are one token over and over: alike rows draw less power, go to alike experts
 
     @property
     def is_rate(self) -> bool:
