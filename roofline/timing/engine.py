@@ -38,7 +38,9 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "attention_plain_decode": Constant("the same of attention of decode steps", "1", 0.3, 60, 2, 2),
     "experts": Constant("slowdown of the routed experts' products", "1", 0.3, 20, 0.9, 0.4),
     "collectives": Constant("slowdown of collectives", "1", 0.3, 20, 1.5, 0.5),
-    "collectives_large": Constant("slowdown of collectives of 48 MiB and more", "1", 0.3, 20, 1.5, 1.0),
+    "collectives_large": Constant(
+        "slowdown of collectives of 48 MiB and more, over PCIe 1 MiB", "1", 0.3, 20, 1.5, 1.0
+    ),
     "elementwise": Constant("slowdown of norms, rotations and activations", "1", 0.3, 10, 1.0, 0.3),
     "layer_s": Constant("device idle in each layer of a decode step, between kernels", "s", 0, 1e-3, 4e-6, 6e-6),
     "prefill_layer_s": Constant("device idle in each layer of a step with prompts", "s", 0, 5e-3, 1e-5, 3e-5),
