@@ -10,7 +10,7 @@ import numpy as np
 
 from roofline.hardware import load_hardware
 from roofline.timing.case import Case
-from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, Engine, step_seconds
+from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, Engine, step_seconds, usual_of
 from roofline.timing.scheduling import Scheduler
 from roofline.timing.serving import Plan, case_terms, figure, plan_case, scheme_key
 from roofline.timing.step import Terms
@@ -92,7 +92,7 @@ def fit_engine(
     """
     usual = usual or {}
     names = [*free, *(f"{scheme}/{kind}" for scheme in stack.schemes for kind in SCHEME_KINDS)]
-    facts = [CONSTANTS[f"scheme_{name.split('/')[1]}" if "/" in name else name] for name in names]
+    facts = [usual_of(*name.split("/")) if "/" in name else CONSTANTS[name] for name in names]
     low, high = (np.array([getattr(fact, side) for fact in facts]) for side in ("low", "high"))
     leaning = [usual.get(name, (fact.start, fact.spread)) for name, fact in zip(names, facts, strict=True)]
     if near is not None:

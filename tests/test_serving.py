@@ -373,3 +373,20 @@ def test_weights_that_a_chip_unpacks_have_a_key_of_their_own() -> None:
     engine = Engine({}, {"fp8-unpacked": {"memory": 2.0}, "fp8-block": {"memory": 3.0}})
     assert engine.scheme("fp8")[0] == 3.0
     assert engine.scheme("fp8-block-unpacked")[0] == 2.0
+
+
+def test_narrow_products_start_where_the_engines_slowdown_is_in_them_once() -> None:
+    """Float8 kernels were measured with their quantising; weights that are unpacked start slower than 16 bits."""
+    starts = {key: Engine({}, {}).scheme(key)[1] for key in ("fp8", "nvfp4", "fp8-unpacked", "awq", "w8a8")}
+    native, unpacked = CONSTANTS["scheme_native"].start, CONSTANTS["scheme_compute"].start
+    assert starts == {"fp8": native, "nvfp4": native, "fp8-unpacked": unpacked, "awq": unpacked, "w8a8": unpacked}
+    assert native < 1 < unpacked
+
+
+@pytest.mark.parametrize(("chip_id", "is_large"), [("rtx-4090", True), ("a100-80gb-sxm", False)])
+def test_messages_over_pcie_are_large_earlier(chip_id: str, is_large: bool) -> None:
+    """512 tokens of 4096 in bfloat16 are 4 MiB: through the host's memory that is a large message, over NVLink not."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Llama-3.1-8B")
+    steps = as_steps([Group(1, prompts=1, chunk=512, reached=512.0)])
+    terms = step_terms(config, steps, layout_of(config, chip, scheme_of("bf16"), tp=2), chip, load_efficiency(chip)[0])
+    assert (terms.values["collectives_large"][0] > 0) == is_large

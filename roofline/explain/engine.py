@@ -17,7 +17,7 @@ from roofline.hardware import Hardware
 from roofline.predict import Bandwidth
 from roofline.profile import BOUND, Choice, find_profile
 from roofline.timing.efficiency import load_efficiency
-from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, SHARPNESS, step_seconds
+from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, SHARPNESS, step_seconds, usual_of
 from roofline.timing.scheduling import Group, as_steps, decode_groups, prefill_groups
 from roofline.timing.serving import layout_of, scheme_key
 from roofline.timing.step import SECONDS, SPARSE_LAUNCHES
@@ -85,7 +85,7 @@ class _Engine:
         if not key:
             return ""
         value = self.engine.scheme(key)[SCHEME_KINDS.index(kind)]
-        meaning, own = CONSTANTS[f"scheme_{kind}"].meaning, kind in self.profile.schemes.get(key, {})
+        meaning, own = usual_of(key, kind).meaning, kind in self.profile.schemes.get(key, {})
         source = f"{meaning}; {key} of profile {self.profile.name}" + (
             "" if own else ", which has no rows of it: one as wide, or a usual value"
         )

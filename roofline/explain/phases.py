@@ -11,7 +11,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
-from roofline.timing.step import GROWN_FRACTION, LARGE_BYTES, SECONDS, SHARED_ROWS, Steps, Terms
+from roofline.timing.step import GROWN_FRACTION, SECONDS, SHARED_ROWS, Steps, Terms, large_bytes
 
 _STEP: Final = "roofline.timing.step"
 _HEADS: Final = "N / tp"
@@ -276,7 +276,7 @@ class PhaseKernels:
         calls, floors = [], []
         for index, (tokens, rows) in enumerate(zip(self.tokens, self.rows, strict=True)):
             payload = f"({tokens} * D * 2)"
-            large = self.steps.tokens[index] * self.config.hidden_size * 2.0 >= LARGE_BYTES
+            large = self.steps.tokens[index] * self.config.hidden_size * 2.0 >= large_bytes(peer)
             least = f"2 * (tp - 1) / tp * {payload} / {link}"
             logits = "" if kind == "collectives_large" else f" + {rows} * V * 2 * (tp - 1) / tp / {link}"
             if large == (kind == "collectives_large"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from roofline.timing.step import SECONDS, Terms
+from roofline.weight_schemes import SCHEMES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +38,9 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "attention_plain_decode": Constant("the same of attention of decode steps", "1", 0.3, 60, 2, 2),
     "experts": Constant("slowdown of the routed experts' products", "1", 0.3, 20, 0.9, 0.4),
     "collectives": Constant("slowdown of collectives", "1", 0.3, 20, 1.5, 0.5),
-    "collectives_large": Constant("slowdown of collectives of 48 MiB and more", "1", 0.3, 20, 1.5, 1.0),
+    "collectives_large": Constant(
+        "slowdown of collectives of 48 MiB and more, over PCIe 1 MiB", "1", 0.3, 20, 1.5, 1.0
+    ),
     "elementwise": Constant("slowdown of norms, rotations and activations", "1", 0.3, 10, 1.0, 0.3),
     "layer_s": Constant("device idle in each layer of a decode step, between kernels", "s", 0, 1e-3, 4e-6, 6e-6),
     "prefill_layer_s": Constant("device idle in each layer of a step with prompts", "s", 0, 5e-3, 1e-5, 3e-5),
@@ -53,6 +56,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "scheme_experts": Constant("further slowdown of routed experts with quantised weights", "1", 0.3, 8, 1.05, 0.2),
     "scheme_memory": Constant("further slowdown of products that wait for quantised weights", "1", 0.3, 8, 1.1, 0.2),
     "scheme_compute": Constant("further slowdown of compute with quantised weights", "1", 0.3, 12, 1.2, 0.4),
+    "scheme_native": Constant("the same where the products are narrow too", "1", 0.3, 12, 0.8, 0.4),
 }
 UNPACKED: Final = "-unpacked"  # ends the key of a scheme on chips without the narrow type of its products
 SCHEME_KINDS: Final = ("memory", "compute", "experts")
@@ -74,11 +78,21 @@ class Engine:
         if scheme == "":
             return (1.0,) * len(SCHEME_KINDS)
         known = self.schemes.get(scheme) or self._like(scheme)
-        return tuple(float(known.get(kind, CONSTANTS[f"scheme_{kind}"].start)) for kind in SCHEME_KINDS)
+        return tuple(float(known.get(kind, usual_of(scheme, kind).start)) for kind in SCHEME_KINDS)
 
     def _like(self, scheme: str) -> Mapping[str, float]:
         """The constants of the nearest scheme that has some: of the same width."""
         return next((kinds for name, kinds in self.schemes.items() if _width(name) == _width(scheme)), {})
+
+
+def usual_of(scheme: str, kind: str) -> Constant:
+    """What is usual of a weight scheme. Narrow products were measured at a card's power limit, with their quantising.
+
+    So the engine's slowdown of compute, which is of 16-bit products, is in them once already.
+    """
+    stored = SCHEMES.get(scheme)
+    native = kind == "compute" and stored is not None and any(name.startswith("float") for name in stored.compute)
+    return CONSTANTS["scheme_native" if native else f"scheme_{kind}"]
 
 
 def _width(scheme: str) -> str:

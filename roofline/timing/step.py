@@ -17,7 +17,7 @@ from qwenjax.dims import Step, dims, size
 from qwenjax.ops import Op, as_product, layers_of, ops_of
 from qwenjax.sharding import Mesh, device_fraction
 from roofline.count import distinct_experts
-from roofline.hardware import Hardware
+from roofline.hardware import Hardware, Link
 from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import (
     allreduce_s,
@@ -46,7 +46,8 @@ SECONDS = (
     "collectives_large",
 )
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps", "packed_calls")
-LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
+# Of a message, from where on collectives of some engines slow down; over PCIe they then go through the host's memory.
+_LARGE_BYTES, _PCIE_LARGE_BYTES = 48 << 20, 1 << 20
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 GROWN_FRACTION = 0.4  # of the peak bandwidth, where each step copies a layer's cache to make it a token longer
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
@@ -316,12 +317,17 @@ class StepFold:
         calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
         least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
-        large, seconds = payload >= LARGE_BYTES, self.np.maximum(one, least) * calls
+        large, seconds = payload >= large_bytes(link), self.np.maximum(one, least) * calls
         self.values["collectives"] += seconds * ~large + logits
         self.values["collectives_large"] += seconds * large
         self.values["collective_calls"] += calls
         self.least["collectives"] += least * calls * ~large + logits
         self.least["collectives_large"] += least * calls * large
+
+
+def large_bytes(link: Link) -> int:
+    """Size of a message from which on its collective counts as a large one."""
+    return _PCIE_LARGE_BYTES if link.name == "pcie" else _LARGE_BYTES
 
 
 def _windowed(np: Any, positions: Any, window: int) -> Any:
