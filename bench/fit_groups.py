@@ -18,6 +18,7 @@ FREE: Final = (
     "attention_plain",
     "attention_plain_decode",
     "experts",
+    "experts_tuned",
     "collectives",
     "layer_s",
     "prefill_layer_s",

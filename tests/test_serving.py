@@ -229,6 +229,18 @@ def test_each_product_with_quantised_weights_costs_a_call() -> None:
         assert added == pytest.approx(packed.values["packed_calls"] * 1e-5)
 
 
+def test_models_with_tiles_for_their_experts_have_a_constant_of_their_own() -> None:
+    chip, steps = load_hardware("a100-80gb-sxm"), as_steps([Group(1, 1, 500)])
+    for name, kind, other in (
+        ("Mixtral-8x7B-v0.1", "experts_tuned", "experts"),
+        ("Qwen3-30B-A3B", "experts", "experts_tuned"),
+    ):
+        config = ModelConfig.from_hf(name)
+        terms = step_terms(config, steps, layout_of(config, chip, scheme_of("bf16")), chip, load_efficiency(chip)[0])
+        assert terms.values[kind] >= terms.least[kind] > 0
+        assert terms.values[other] == terms.least[other] == 0
+
+
 def test_a_longer_prompt_a_larger_batch_or_wider_weights_take_longer() -> None:
     def seconds(**changes: Any) -> float:
         case = replace(CASE, metric="ttft_ms", **changes)

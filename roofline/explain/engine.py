@@ -23,7 +23,12 @@ from roofline.timing.serving import layout_of, scheme_key
 from roofline.timing.step import SECONDS, SPARSE_LAUNCHES
 from roofline.weight_schemes import scheme_of
 
-_SCHEMED = {"products_memory": "memory", "products_compute": "compute", "experts": "experts"}
+_SCHEMED = {
+    "products_memory": "memory",
+    "products_compute": "compute",
+    "experts": "experts",
+    "experts_tuned": "experts",
+}
 
 
 def explain_request(

@@ -184,7 +184,10 @@ class PhaseKernels:
         return self.each(f"{op.name}.kernel_s", "s", calls, values, source, read)
 
     def _other(self, kind: str) -> tuple[list[str], list[str]]:
-        make = {"experts": self._experts, "collectives": self._collectives, "collectives_large": self._collectives}
+        make = {
+            **dict.fromkeys(("experts", "experts_tuned"), self._experts),
+            **dict.fromkeys(("collectives", "collectives_large"), self._collectives),
+        }
         calls, floors, read, text = make.get(kind, self._attention)(kind)
         values, least = self.terms.values[kind], self.terms.least[kind]
         taken = self.each(f"{kind}.kernel_s", "s", calls, values, f"{text}, all layers", read)

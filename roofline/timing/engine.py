@@ -37,6 +37,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "attention_plain": Constant("slowdown of attention of prompts where scores are written out", "1", 0.3, 60, 6, 4),
     "attention_plain_decode": Constant("the same of attention of decode steps", "1", 0.3, 60, 2, 2),
     "experts": Constant("slowdown of the routed experts' products", "1", 0.3, 20, 0.9, 0.4),
+    "experts_tuned": Constant("the same with tiles for the shape, as of models with 8 experts", "1", 0.3, 20, 0.9, 0.4),
     "collectives": Constant("slowdown of collectives", "1", 0.3, 20, 1.5, 0.5),
     "collectives_large": Constant(
         "slowdown of collectives of 48 MiB and more, over PCIe 1 MiB", "1", 0.3, 20, 1.5, 1.0
@@ -112,7 +113,7 @@ def step_seconds(
     import numpy as np
 
     values = terms.values
-    scheme = {"products_memory": memory, "products_compute": compute, "experts": experts}
+    scheme = {"products_memory": memory, "products_compute": compute, "experts": experts, "experts_tuned": experts}
     device: Any = 0.0
     for name in SECONDS:
         device = device + np.maximum(engine.of(name) * scheme.get(name, 1.0) * values[name], terms.least[name])

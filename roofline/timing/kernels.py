@@ -51,6 +51,7 @@ _FLOAT8_NARROW: Final = 1280  # columns up to which the float8 kernel takes its 
 _OPERAND_BYTES: Final = {"float4_e2m1fn": 0.5 + 1 / 16}  # of an activation; with NVFP4's float8 scale of 16 of them
 _MOE_ROWS: Final = (16, 32, 64, 128)
 _MOE_COLUMNS: Final = (32, 64, 128, 256)
+TUNED_EXPERTS: Final = 8  # of the models for whose shapes engines had tiles early
 _L2_EDGE: Final = 6.0  # how sharply a working set that outgrows L2 starts to miss
 _UNKNOWN_SMS: Final = 100  # within a factor of three of every chip that is known
 _UNKNOWN_L2_BYTES: Final = 32 * 2**20
@@ -235,7 +236,7 @@ class _GroupedProduct:
             return best
         # An engine without tiles for this shape takes one of two; those of models with 8 experts were tuned early.
         default = choose(self.tokens <= self.experts, self.tile(16, 32, n, k), self.tile(64, 64, n, k))
-        return choose(self.experts * 1.0 == 8.0, best, default)
+        return choose(self.experts * 1.0 == TUNED_EXPERTS, best, default)
 
     def tile(self, rows: int, columns: int, n: Any, k: Any) -> Any:
         """Each expert's rows fill whole blocks: on average half a block is empty once there is more than one."""

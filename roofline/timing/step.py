@@ -20,6 +20,7 @@ from roofline.count import distinct_experts
 from roofline.hardware import Hardware, Link
 from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import (
+    TUNED_EXPERTS,
     allreduce_s,
     attention_decode_s,
     attention_mixed_s,
@@ -41,6 +42,7 @@ SECONDS = (
     "attention_plain",
     "attention_plain_decode",
     "experts",
+    "experts_tuned",
     "elementwise",
     "collectives",
     "collectives_large",
@@ -303,8 +305,9 @@ class StepFold:
         by_compute = compute**2 / (memory**2 + compute**2)
         seconds = seconds * (1 - by_compute * (1 - self.peak("bfloat16") / self.peak(layout.compute_dtype)))
         least = np.maximum(compute, memory)
-        self.values["experts"] += np.maximum(seconds, least) * layers
-        self.least["experts"] += least * layers
+        name = "experts_tuned" if config.num_experts == TUNED_EXPERTS else "experts"
+        self.values[name] += np.maximum(seconds, least) * layers
+        self.least[name] += least * layers
 
     def collectives(self) -> None:
         config, tp = self.config, self.layout.tp
