@@ -220,3 +220,12 @@ def test_profiles_can_be_given() -> None:
     made = predict_case(CASE, [slow])
     assert made.provenance == "profile slow"
     assert (made.expected or 0) < 20
+
+
+def test_no_note_is_read_for_a_prediction() -> None:
+    """What a note says is read by the bench alone, which sets a field for it."""
+    case = replace(CASE, concurrency=8, saturated=True, requests=64, input_len=200, output_len=200)
+    for lengths in ("equal", "recorded", "limited"):
+        told = replace(case, lengths=lengths)
+        assert predict_case(told) == predict_case(replace(told, note="ShareGPT, suite A; LLM.generate, eager, batch 1"))
+    assert predict_case(case) != predict_case(replace(case, lengths="recorded"))
