@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from roofline.timing.case import Lengths
+
 SETTINGS: Final = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cuda_graphs")
 
 _RANDOM_PROMPTS: Final = (0, 6, 5)  # the vLLM from which on its throughput benchmark draws the tokens of prompts
@@ -28,6 +30,7 @@ class Notes:
     in_program: bool = False  # the engine's class was called, not its server
     repeated_token: bool = False
     is_offline: bool = False  # the batch is the engine's limit in a run of more requests
+    lengths: Lengths = "equal"
     requests: int | None = None
     prior_len: int = 0
     pp: int | None = None
@@ -66,6 +69,7 @@ def read_notes(row: Mapping[str, str], engine: str, metric: str) -> Notes:
         in_program=_says(r"LLM\.generate", note),
         repeated_token=_repeats_a_token(note, row["framework_version"], engine),
         is_offline=_says(r"profile_throughput|max batch \d", note),
+        lengths=_spread_of(note),
         requests=_number(r"num-prompts[ =](\d+)|(\d+) (?:\S+ )?(?:prompts|requests)\b", note),
         prior_len=_number(r"at depth (\d+)", note) or 0,
         pp=_number(r"\bPP(\d+)\b", note),
@@ -101,6 +105,13 @@ def per_request_tokens(note: str, metric: str, value: str) -> float | None:
 
 def _says(pattern: str, text: str) -> bool:
     return re.search(pattern, text, re.I) is not None
+
+
+def _spread_of(note: str) -> Lengths:
+    """How the lengths of requests spread: a suite's prompts are conversations, but it limits their outputs."""
+    if _says("suite", note):
+        return "limited"
+    return "recorded" if _says("sharegpt", note) else "equal"
 
 
 def _number(pattern: str, text: str) -> int | None:

@@ -240,7 +240,9 @@ def _dense(source: Source, skipped: list[Skipped]) -> list[Table]:
 
 def _run_elementwise(kind: str, token_bytes: int) -> Run:
     def run(columns: Columns, chip: Hardware, eff: Efficiency, cache: dict[str, Any]) -> Any:
-        return elementwise_s(columns["tokens"] * token_bytes, chip=chip, eff=eff, kind=kind)
+        tokens = columns["tokens"]
+        blocks = tokens if kind == "rope" else None
+        return elementwise_s(tokens * token_bytes, chip=chip, eff=eff, kind=kind, blocks=blocks)
 
     return run
 

@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     covered = [group("figure", kind, of_kind) for kind, of_kind in kinds.items() if kind]
     if options.json:
-        print(json.dumps({**record(rows), "held_out": [one.record() for one in covered]}))
+        shares = {"held_out": [one.record() for one in covered]} if covered else {}
+        print(json.dumps({**record(rows), **shares}))
         return 0
     if covered:
         title = f"Held out by {options.held_out}: figures inside intervals of 80 % that didn't see them"

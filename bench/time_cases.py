@@ -85,7 +85,7 @@ def time_case(
         offline=notes.in_program, power_limit_watts=gpu.power_limit_watts, source=source, note=note,
         assumed=(*gpu.assumed, *unsaid, *guessed, *notes.assumed),
         h20_qwen3_table=gpu.id == "h20" and "Qwen3" in source and "speed_benchmark" in source,
-        host_bound=notes.host_bound, repeated_token=notes.repeated_token,
+        host_bound=notes.host_bound, repeated_token=notes.repeated_token, lengths=notes.lengths,
     )  # fmt: skip
     return _queue_what_doesnt_fit(case)
 

@@ -219,6 +219,19 @@ def test_prompts_of_vllms_early_throughput_script_are_one_token_repeated(
     assert not one_case(bench, write({"note": "benchmark_throughput.py on ShareGPT"})).repeated_token
 
 
+@pytest.mark.parametrize(
+    ("note", "lengths"),
+    [
+        ("", "equal"),
+        ("random prompts of 1024 tokens", "equal"),
+        ("benchmark_serving.py, ShareGPT prompts", "recorded"),
+        ("suite A: ShareGPT prompts, at most 256 tokens out", "limited"),
+    ],
+)
+def test_how_lengths_spread_is_read_from_a_note(bench: Modules, write: Write, note: str, lengths: str) -> None:
+    assert one_case(bench, write({"note": note})).lengths == lengths
+
+
 def test_an_end_to_end_rate_counts_what_its_note_says(bench: Modules, write: Write) -> None:
     plain = one_case(bench, write({}))
     both = one_case(bench, write({"note": "(prompt+2048 generated)/time (stated); batch 1"}))

@@ -402,3 +402,12 @@ def test_messages_over_pcie_are_large_earlier(chip_id: str, is_large: bool) -> N
     steps = as_steps([Group(1, prompts=1, chunk=512, reached=512.0)])
     terms = step_terms(config, steps, layout_of(config, chip, scheme_of("bf16"), tp=2), chip, load_efficiency(chip)[0])
     assert (terms.values["collectives_large"][0] > 0) == is_large
+
+
+def test_no_note_is_read_for_a_prediction() -> None:
+    """What a note says is read by the bench alone, which sets a field for it."""
+    case = replace(CASE, concurrency=8, saturated=True, requests=64, input_len=200, output_len=200)
+    for lengths in ("equal", "recorded", "limited"):
+        told = replace(case, lengths=lengths)
+        assert predict_case(told) == predict_case(replace(told, note="ShareGPT, suite A; LLM.generate, eager, batch 1"))
+    assert predict_case(case) != predict_case(replace(case, lengths="recorded"))

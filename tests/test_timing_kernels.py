@@ -117,11 +117,26 @@ def test_arrays_give_what_numbers_give(chip: str) -> None:
         "moe": lambda x: moe_s(x, 2048.0, 768.0, 8.0, 128.0, 100.0, **on),
         "allreduce": lambda x: allreduce_s(x * 1e4, 4, **on),
         "elementwise": lambda x: elementwise_s(x * 1e4, kind="act", **on),
+        "rope": lambda x: elementwise_s(x * 2e4, kind="rope", blocks=x, **on),
         "sampler": lambda x: sampler_s(x, 151936.0, **on),
         "kv_write": lambda x: kv_write_s(x, 4.0, 128.0, **on),
     }
     for name, call in calls.items():
         assert call(m) == pytest.approx([call(float(x)) for x in m], rel=1e-12), name
+
+
+def test_a_kernel_of_whole_blocks_takes_as_long_as_its_fullest_sm() -> None:
+    on = parts("rtx-4090")
+    sms = load_hardware("rtx-4090").sm_count
+    assert sms is not None
+
+    def rope(tokens: int) -> float:
+        return float(elementwise_s(tokens * 2e4, kind="rope", blocks=tokens, **on))
+
+    assert rope(1) == pytest.approx(rope(sms), rel=1e-12)
+    assert rope(sms) < rope(sms + 1) == pytest.approx(rope(2 * sms), rel=1e-12)
+    bytes_alone = elementwise_s(3 * sms * 2e4, kind="rope", **on)  # nothing is left over where blocks fill all SMs
+    assert rope(3 * sms) == pytest.approx(float(bytes_alone), rel=1e-12)
 
 
 def test_numbers_need_no_numpy() -> None:

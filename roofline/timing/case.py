@@ -16,6 +16,8 @@ Metric = Literal[
     "throughput_out_tok_s",
     "throughput_total_tok_s",
 ]
+# Of the requests: all equal, those of recorded conversations, or of a benchmark's suite, which limits the outputs.
+Lengths = Literal["equal", "recorded", "limited"]
 METRICS: Final[tuple[Metric, ...]] = (
     "decode_tok_s",
     "e2e_tok_s",
@@ -51,6 +53,7 @@ class Case:
     output_len: int  # mean generated tokens of a request; 1 or 0 where only the prompt was timed
     concurrency: int = 1  # sequences in flight at most: the batch, the clients, or (saturated) all requests, UNBOUNDED
     saturated: bool = False  # all requests are queued at the start and the engine batches what fits
+    lengths: Lengths = "equal"
     requests: int | None = None  # how many requests the run had, where that is known
     kv_dtype: str | None = None  # JAX name; None: as the activations
     tp: int = 1

@@ -274,12 +274,24 @@ def allreduce_s(num_bytes: Any, devices: int, *, chip: Hardware, eff: Efficiency
     return most(seconds, group.eager_s) if eager else seconds
 
 
-def elementwise_s(num_bytes: Any, *, chip: Hardware, eff: Efficiency, kind: str = "norm", resident: bool = True) -> Any:
+def elementwise_s(
+    num_bytes: Any,
+    *,
+    chip: Hardware,
+    eff: Efficiency,
+    kind: str = "norm",
+    resident: bool = True,
+    blocks: Any = None,
+) -> Any:
     """Seconds of a kernel that reads and writes num_bytes of activations in all.
 
     kind: norm (with the residual added), final_norm, act, rope or gather. resident: what the kernel before wrote is
-    read from L2 as far as it fits, as between the ops of a layer.
+    read from L2 as far as it fits, as between the ops of a layer. blocks: equal thread blocks of a kernel in which the
+    SM with the most of them sets the time (the rotation's, one for each token); None where the bytes alone do.
     """
+    if blocks is not None:
+        sms = _sms(chip)
+        num_bytes = num_bytes / most(blocks, 1.0) * ceil_div(blocks, sms) * sms
     launch, sharpness, share, speed = (
         getattr(eff.elementwise, f"{kind}_{name}") for name in ("launch_s", "sharpness", "l2_share", "l2_speed")
     )

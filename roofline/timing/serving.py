@@ -203,7 +203,7 @@ def _plan_saturated(case: Case, scheduler: Scheduler) -> Plan:
 
 def _is_chat(case: Case) -> bool:
     """Whether lengths are those of conversations rather than all equal."""
-    return "sharegpt" in case.note.lower() or "suite" in case.note.lower()
+    return case.lengths != "equal"
 
 
 def _widest(case: Case) -> float:
