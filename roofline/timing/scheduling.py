@@ -26,6 +26,7 @@ class Scheduler:
     charged_output: float = 0.5  # of a request's output that its place in the KV pool is counted with, on average
     captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
     flash_attention: bool = True
+    flash_decode: bool = True  # else each query head of a decode step reads the keys by itself, without tensor cores
     repeats_kv: bool = False  # decode steps copy keys and values for each query head
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0

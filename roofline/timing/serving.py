@@ -274,6 +274,7 @@ def layout_of(
         compute_dtype_of(scheme, chip),
         kv_bytes,
         flash_attention=(scheduler or Scheduler()).flash_attention,
+        flash_decode=(scheduler or Scheduler()).flash_decode,
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
         captured_context=(scheduler or Scheduler()).captured_context,
         remote_workers=(scheduler or Scheduler()).remote_workers,

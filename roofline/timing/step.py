@@ -94,6 +94,7 @@ class Layout:
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
     flash_attention: bool = True  # else a prompt's scores are written out
+    flash_decode: bool = True  # else each query head of a decode step reads the keys by itself, without tensor cores
     repeats_kv: bool = False  # a decode step's keys and values are copied for each query head
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
     remote_workers: bool = False  # each step is a remote call to the processes of the other devices
@@ -238,13 +239,14 @@ class StepFold:
             context = steps.context if window is None else np.minimum(steps.context, window)
             reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
             batch, decoding = np.maximum(steps.decodes * share, 1e-9), steps.decodes > 0
-            stored = heads if self.layout.repeats_kv else kv_heads
+            flash = self.layout.flash_attention and self.layout.flash_decode
+            stored = heads if self.layout.repeats_kv or not self.layout.flash_decode else kv_heads
             seconds = attention_decode_s(batch, np.maximum(context, 1), heads, stored, width, **sizes)
             flops = 4.0 * steps.decodes * share * heads * width * context
             moved = steps.decodes * share * context * self.kv_row_bytes()
             # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
             least = np.maximum(flops / peak, moved / self.bandwidth)
-            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
+            name = "attention_decode" if flash else "attention_plain_decode"
             self.values[name] += np.maximum(seconds * decoding, least) * layers
             self.least[name] += least * layers
 
