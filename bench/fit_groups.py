@@ -45,8 +45,11 @@ FAMILIES: Final = {
     "a10": ("a10",),
 }
 # No launch is a CUDA graph's: each layer waits for the host.
-_EAGER: Final = Scheduler(max_num_batched_tokens=1 << 20, mixes=False, captured_context=0, remote_workers=True)
-_EAGER_SOURCE: Final = "a vLLM of 2023 without CUDA graphs (the source's note); Ray starts each step of several GPUs"
+_EAGER: Final = Scheduler(1 << 20, mixes=False, captured_context=0, flash_decode=False, remote_workers=True)
+_EAGER_SOURCE: Final = (
+    "a vLLM of 2023 without CUDA graphs (the source's note) and with its own paged attention; "
+    "Ray starts each step of several GPUs"
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ _V0_USUAL: Final = {"prefill_host_layer_s": (5e-4, 2e-4)}
 _2023_USUAL: Final = {**_V0_USUAL, "sequence_s": (3e-5, 1.5e-4)}
 _V0: Final = Scheduler(max_num_batched_tokens=32768, max_num_seqs=256, mixes=False)
 _V0_SOURCE: Final = "vLLM before 0.8: prompts run before decodes, whole, up to the model length; 256 sequences"
+_EARLY: Final = Scheduler(32768, 256, mixes=False, flash_decode=False)
+_EARLY_SOURCE: Final = f"{_V0_SOURCE}; decodes by its own paged attention (until vllm-project/vllm pull request 3648)"
 _CAPTURED: Final = Scheduler(32768, 256, mixes=False, captured_context=8192, remote_workers=True)
 _CAPTURED_SOURCE: Final = (
     f"{_V0_SOURCE}; CUDA graphs up to 8192 tokens of context (max_context_len_to_capture); "
@@ -129,7 +134,7 @@ _TRANSFORMERS_USUAL: Final = {"attention_plain_decode": (5.0, 4.0), "step_s": (1
 GROUPS: Final = (
     Group("vllm", ("2023",), "a100", _EAGER, _EAGER_SOURCE, _2023_USUAL),
     Group("vllm", ("2023",), "h100", _EAGER, _EAGER_SOURCE, _2023_USUAL),
-    Group("vllm", ("2024",), "a100", _V0, _V0_SOURCE, _V0_USUAL),
+    Group("vllm", ("2024",), "a100", _EARLY, _EARLY_SOURCE, _V0_USUAL),
     Group("vllm", ("0.4", ""), "a100", _CAPTURED, _CAPTURED_SOURCE, _V0_USUAL),
     Group("vllm", ("0.6",), "a100", _V06, _V06_SOURCE, _V0_USUAL),
     Group("vllm", ("0.7",), "a100", _V0, _V0_SOURCE, _V0_USUAL),

@@ -241,6 +241,24 @@ def test_models_with_tiles_for_their_experts_have_a_constant_of_their_own() -> N
         assert terms.values[other] == terms.least[other] == 0
 
 
+def test_without_flash_decoding_each_query_head_reads_the_cache() -> None:
+    chip, config, steps = load_hardware("a100-80gb-sxm"), CONFIGS[0], as_steps([Group(1, 64, 2000)])
+    shared, apart = (
+        step_terms(
+            config,
+            steps,
+            layout_of(config, chip, scheme_of("bf16"), scheduler=Scheduler(flash_decode=flash)),
+            chip,
+            load_efficiency(chip)[0],
+        )
+        for flash in (True, False)
+    )
+    group = config.num_attention_heads / config.num_key_value_heads
+    assert group / 2 < apart.values["attention_plain_decode"][0] / shared.values["attention_decode"][0] < 2 * group
+    assert apart.least["attention_plain_decode"] == shared.least["attention_decode"]  # the roof is the same
+    assert apart.values["attention_decode"] == 0
+
+
 def test_a_longer_prompt_a_larger_batch_or_wider_weights_take_longer() -> None:
     def seconds(**changes: Any) -> float:
         case = replace(CASE, metric="ttft_ms", **changes)

@@ -205,7 +205,7 @@ class PhaseKernels:
         """Call and floor of the layers with one window, of decode steps."""
         context, stored = self.context[index], _KV_HEADS
         seen = f"min({context}, {window})" if window else context
-        copied = _HEADS if self.layout.repeats_kv else stored
+        copied = _HEADS if self.layout.repeats_kv or not self.layout.flash_decode else stored
         work, moved = f"4 * B * {_HEADS} * H * {seen}", f"B * {seen} * {_CACHE_ROW}"
         call = f"attention_decode_s(B, {seen}, {_HEADS}, {copied}, H, bits.kv / 8)"
         if self.layout.repeats_kv:

@@ -26,6 +26,7 @@ class Scheduler:
     charged_output: float = 0.5  # of a request's output for which the KV pool needs room before it enters
     captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
     flash_attention: bool = True
+    flash_decode: bool = True  # else each query head of a decode step reads the keys by itself, without tensor cores
     one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
     repeats_kv: bool = False  # decode steps copy the cache to add a token, and then for each query head
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights

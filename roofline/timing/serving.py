@@ -210,7 +210,7 @@ def _widest(case: Case) -> float:
     """The longest request over the mean: recorded conversations have some far longer ones; a suite limits outputs."""
     if not _is_chat(case):
         return 1.0
-    return _LIMITED if "suite" in case.note.lower() else _RECORDED
+    return _LIMITED if case.lengths == "limited" else _RECORDED
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
@@ -242,6 +242,7 @@ def layout_of(
         kv_bytes,
         flash_attention=(scheduler or Scheduler()).flash_attention,
         one_attention=(scheduler or Scheduler()).one_attention,
+        flash_decode=(scheduler or Scheduler()).flash_decode,
         repeats_kv=(scheduler or Scheduler()).repeats_kv,
         fused_experts=(scheduler or Scheduler()).fused_experts,
         captured_context=(scheduler or Scheduler()).captured_context,

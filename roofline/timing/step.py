@@ -97,6 +97,7 @@ class Layout:
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
     flash_attention: bool = True  # else a prompt's scores are written out
+    flash_decode: bool = True  # else each query head of a decode step reads the keys by itself, without tensor cores
     one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
     repeats_kv: bool = False  # a decode step copies the cache to add its token, and then for each query head
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
@@ -243,7 +244,7 @@ class StepFold:
             context = steps.context if window is None else np.minimum(steps.context, window)
             reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
             batch, decoding = np.maximum(steps.decodes * share, 1e-9), steps.decodes > 0
-            stored = heads if self.layout.repeats_kv else kv_heads
+            stored = heads if self.layout.repeats_kv or not self.layout.flash_decode else kv_heads
             seconds = attention_decode_s(batch, np.maximum(context, 1), heads, stored, width, **sizes)
             flops = 4.0 * steps.decodes * share * heads * width * context
             moved = steps.decodes * share * context * self.kv_row_bytes()
@@ -274,7 +275,8 @@ class StepFold:
                 work = (prompts, chunk, np.maximum(reached, chunk), batch, np.maximum(context, 1))
                 together = attention_mixed_s(*work, heads, kv_heads, width, **sizes)
                 decode_s = np.where(both, together - seconds, decode_s)
-            name = "attention_decode" if self.layout.flash_attention else "attention_plain_decode"
+            flash = self.layout.flash_attention and self.layout.flash_decode
+            name = "attention_decode" if flash else "attention_plain_decode"
             self.values[name] += np.maximum(decode_s, decode_least) * layers
             self.least[name] += decode_least * layers
 
