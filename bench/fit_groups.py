@@ -27,6 +27,7 @@ FREE: Final = (
     "packed_call_s",
     "sequence_s",
     "collectives_large",
+    "collectives_staged",
     "collective_call_s",
     "host_layer_s",
     "prefill_host_layer_s",

@@ -419,7 +419,7 @@ def test_messages_over_pcie_are_large_earlier(chip_id: str, is_large: bool) -> N
     chip, config = load_hardware(chip_id), ModelConfig.from_hf("Llama-3.1-8B")
     steps = as_steps([Group(1, prompts=1, chunk=512, reached=512.0)])
     terms = step_terms(config, steps, layout_of(config, chip, scheme_of("bf16"), tp=2), chip, load_efficiency(chip)[0])
-    assert (terms.values["collectives_large"][0] > 0) == is_large
+    assert (terms.values["collectives_staged"][0] > 0) == is_large
 
 
 def test_no_note_is_read_for_a_prediction() -> None:

@@ -11,7 +11,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
-from roofline.timing.step import GROWN_FRACTION, SECONDS, SHARED_ROWS, Steps, Terms, large_bytes
+from roofline.timing.step import GROWN_FRACTION, SECONDS, SHARED_ROWS, Steps, Terms, large_collective
 
 _STEP: Final = "roofline.timing.step"
 _HEADS: Final = "N / tp"
@@ -186,7 +186,7 @@ class PhaseKernels:
     def _other(self, kind: str) -> tuple[list[str], list[str]]:
         make = {
             **dict.fromkeys(("experts", "experts_tuned"), self._experts),
-            **dict.fromkeys(("collectives", "collectives_large"), self._collectives),
+            **dict.fromkeys(("collectives", "collectives_large", "collectives_staged"), self._collectives),
         }
         calls, floors, read, text = make.get(kind, self._attention)(kind)
         values, least = self.terms.values[kind], self.terms.least[kind]
@@ -276,13 +276,13 @@ class PhaseKernels:
         assert peer is not None
         link = figure_leaf(self.nodes, self.chip, f"links.{peer.name}.one_way_bytes_per_s")
         read = [*self.constants.of("allreduce"), link]
-        calls, floors = [], []
+        calls, floors, limit = [], [], large_collective(peer)[1]
         for index, (tokens, rows) in enumerate(zip(self.tokens, self.rows, strict=True)):
             payload = f"({tokens} * D * 2)"
-            large = self.steps.tokens[index] * self.config.hidden_size * 2.0 >= large_bytes(peer)
+            large = self.steps.tokens[index] * self.config.hidden_size * 2.0 >= limit
             least = f"2 * (tp - 1) / tp * {payload} / {link}"
-            logits = "" if kind == "collectives_large" else f" + {rows} * V * 2 * (tp - 1) / tp / {link}"
-            if large == (kind == "collectives_large"):
+            logits = "" if kind != "collectives" else f" + {rows} * V * 2 * (tp - 1) / tp / {link}"
+            if large == (kind != "collectives"):
                 calls.append(f"max(allreduce_s({payload}, tp), {least}) * (2 * L + 1){logits}")
                 floors.append(f"{least} * (2 * L + 1){logits}")
             else:

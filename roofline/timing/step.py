@@ -46,10 +46,11 @@ SECONDS = (
     "elementwise",
     "collectives",
     "collectives_large",
+    "collectives_staged",
 )
 COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps", "packed_calls")
-# Of a message, from where on collectives of some engines slow down; over PCIe they then go through the host's memory.
-_LARGE_BYTES, _PCIE_LARGE_BYTES = 48 << 20, 1 << 20
+_LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
+_STAGED_BYTES = 1 << 20  # of a message over PCIe, from where on it goes through the host's memory
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 GROWN_FRACTION = 0.4  # of the peak bandwidth, where each step copies a layer's cache to make it a token longer
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
@@ -322,17 +323,18 @@ class StepFold:
         calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
         least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
-        large, seconds = payload >= large_bytes(link), self.np.maximum(one, least) * calls
+        (name, limit), seconds = large_collective(link), self.np.maximum(one, least) * calls
+        large = payload >= limit
         self.values["collectives"] += seconds * ~large + logits
-        self.values["collectives_large"] += seconds * large
+        self.values[name] += seconds * large
         self.values["collective_calls"] += calls
         self.least["collectives"] += least * calls * ~large + logits
-        self.least["collectives_large"] += least * calls * large
+        self.least[name] += least * calls * large
 
 
-def large_bytes(link: Link) -> int:
-    """Size of a message from which on its collective counts as a large one."""
-    return _PCIE_LARGE_BYTES if link.name == "pcie" else _LARGE_BYTES
+def large_collective(link: Link) -> tuple[str, int]:
+    """Kind of the collectives of large messages over a link, and the size from which on a message is one."""
+    return ("collectives_staged", _STAGED_BYTES) if link.name == "pcie" else ("collectives_large", _LARGE_BYTES)
 
 
 def _windowed(np: Any, positions: Any, window: int) -> Any:
