@@ -280,7 +280,9 @@ def terms_of(config: ModelConfig, groups: list[Group], scheduler: Scheduler) -> 
 
 def test_fused_experts_of_one_token_are_two_products_and_of_more_tokens_grouped_ones() -> None:
     config, groups = ModelConfig.from_hf("Mixtral-8x7B-v0.1"), [Group(1, 1, 100), Group(1, 2, 100)]
-    grouped, fused = (terms_of(config, groups, Scheduler(fused_experts=on)).values["experts"] for on in (False, True))
+    grouped, fused = (
+        terms_of(config, groups, Scheduler(fused_experts=on)).values["experts_tuned"] for on in (False, True)
+    )
     chip = load_hardware("a100-80gb-sxm")
     eff = load_efficiency(chip)[0]
     products = gemm_s(1, 4 * 14336, 4096, chip=chip, eff=eff) + gemm_s(1, 2 * 4096, 14336, chip=chip, eff=eff)
