@@ -74,7 +74,9 @@ def fit_all(rows: Rows, near: Fitted | None = None, touched: Iterable[str] = ())
     """
     names = set(touched) if near else set(rows)
     members = {kin: [g for g in GROUPS if g.kin == kin] for kin in dict.fromkeys(g.kin for g in GROUPS)}
-    everyone = near.everyone if near else fit_engine(Stack([row for group in rows.values() for row in group]), FREE)
+    everyone = near.everyone if near else None
+    if everyone is None or _loses_an_engine(rows, names):
+        everyone = fit_engine(Stack([row for group in rows.values() for row in group]), FREE)
     engines, groups = dict(near.engines) if near else {}, dict(near.groups) if near else {}
     for engine, own in members.items():
         if not names & {group.name for group in own}:
@@ -88,8 +90,17 @@ def fit_all(rows: Rows, near: Fitted | None = None, touched: Iterable[str] = ())
             groups.pop(group.name, None)
             if rows[group.name]:
                 lean = engines[engine] if len(own) > 1 else None
-                groups[group.name] = fit_engine(Stack(rows[group.name]), FREE, group.usual, lean)
+                found = fit_engine(Stack(rows[group.name]), FREE, group.usual, lean)
+                # Weight schemes that a group has no rows of are as in its kin.
+                schemes = {**lean.schemes, **found.schemes} if lean else found.schemes
+                groups[group.name] = Engine(found.constants, schemes)
     return Fitted(groups, engines, everyone, {name: len(group) for name, group in rows.items()})
+
+
+def _loses_an_engine(rows: Rows, touched: Iterable[str]) -> bool:
+    """Whether an engine of the touched groups has no rows left, so that everyone's constants stand in for its own."""
+    left = {group.engine for group in GROUPS if rows[group.name]}
+    return any(group.engine not in left for group in GROUPS if group.name in touched)
 
 
 def as_profiles(fitted: Fitted) -> list[Profile]:
@@ -100,7 +111,7 @@ def as_profiles(fitted: Fitted) -> list[Profile]:
             "",
             "",
             g.engine,
-            g.versions,
+            tuple(filter(None, g.versions)),
             g.hardware,
             engine.constants,
             engine.schemes,

@@ -13,10 +13,12 @@ from typing import Any
 
 from qwenjax.errors import InputError
 from roofline.hardware import Hardware, known_ids, load_hardware
-from roofline.timing.engine import CONSTANTS, Engine
+from roofline.timing.engine import CONSTANTS, REWRITES, Engine
 from roofline.timing.scheduling import Scheduler
 
 KINDS = ("single", "batched", "prefill")
+_REWRITE_APART = 10.0  # minor versions that a rewrite counts for
+_MINORS_A_YEAR = 5  # releases of vLLM: 0.2 in late 2023, 0.6 in late 2024, 0.12 in late 2025
 _FAR_VERSIONS = 3.0  # minor versions; a profile of versions farther away is only the nearest
 _BUILDS_A_YEAR = 2300  # of llama.cpp, which numbers its builds since early 2023: b1500, b4500 (January 2025)
 FEW_ROWS = 8  # a profile of fewer is taken on another GPU only where none of more is nearly as near
@@ -192,7 +194,7 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
 
     def far(profile: Profile) -> tuple[float, str]:
         newest = -0.01 * max((_age(text) for text in profile.versions), default=0)
-        apart = _versions_apart(version, profile.versions) if version else newest
+        apart = _versions_apart(profile, version) if version else newest
         few = 8.0 if profile.num_rows < FEW_ROWS else 0.0
         return 10 * _apart(chip, profile) + apart + few, profile.name
 
@@ -203,14 +205,20 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
         reasons.append(f"no profile of {engine} is known")
     if where and best.hardware and where not in best.hardware:
         reasons.append(f"nothing was fitted on {where}; by architecture {', '.join(best.hardware)} is nearest")
-    if version and own and _versions_apart(version, best.versions) > _FAR_VERSIONS:
+    if version and own and _versions_apart(best, version) > _FAR_VERSIONS:
         reasons.append(f"version {version} is far from {', '.join(best.versions)}")
     return Choice(best, bool(reasons), "; ".join(reasons))
 
 
-def _versions_apart(version: str, versions: Sequence[str]) -> float:
+def _versions_apart(profile: Profile, version: str) -> float:
     """From a version to the nearest of a profile's; just near enough where its rows don't state theirs."""
-    return min((abs(_age(version) - _age(text)) for text in versions), default=_FAR_VERSIONS)
+    rewrites = [_age(text) for text in REWRITES.get(profile.engine, ())]
+
+    def apart(one: float, other: float) -> float:
+        between = sum((one < rewrite) != (other < rewrite) for rewrite in rewrites)
+        return abs(one - other) + _REWRITE_APART * between
+
+    return min((apart(_age(version), _age(text)) for text in profile.versions), default=_FAR_VERSIONS)
 
 
 def _chip(hardware: Hardware | str) -> Hardware | None:
@@ -243,14 +251,14 @@ def _between(chip: Hardware, other: Hardware) -> float:
 
 
 def _age(version: str) -> float:
-    """A version as a number that grows with time: releases of a year count for about ten minor versions."""
+    """A version as a number that grows with time: a year counts for a few minor versions."""
     build = re.fullmatch(r"b(\d+)", version.strip().lower())
     if build:
-        return (int(build.group(1)) / _BUILDS_A_YEAR) * 6 + 2
+        return (int(build.group(1)) / _BUILDS_A_YEAR) * _MINORS_A_YEAR + 2
     numbers = [int(part) for part in re.findall(r"\d+", version)]
     if not numbers:
         return 10.0
     if numbers[0] >= 2000:  # a year instead of a version
-        return float(max(0, numbers[0] - 2023) * 6 + 2)
+        return float(max(0, numbers[0] - 2023) * _MINORS_A_YEAR + 2)
     minor = numbers[1] if len(numbers) > 1 else 0
     return float(numbers[0] * 20 + minor)

@@ -255,3 +255,10 @@ def test_step_has_the_bound_only() -> None:
     done = subprocess.run([sys.executable, "-m", "roofline", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--profile = 'vllm-0.6-a100': has no times of single ops; step prints the lower bound." in done.stderr
+
+
+def test_an_engine_that_was_rewritten_is_farther_than_its_numbers_say() -> None:
+    """vLLM 0.11 (V1) is nearer to 0.20 than to 0.4 (V0) on one GPU, though fewer releases lie between the latter."""
+    made = [Profile(f"vllm-{v}", "", "", "vllm", (v,), ("a100-80gb-sxm",)) for v in ("0.4", "0.7", "0.20")]
+    assert choose_profile(made, "vllm", "a100-80gb-sxm", "0.11.0").profile.name == "vllm-0.20"
+    assert choose_profile(made, "vllm", "a100-80gb-sxm", "0.6.3").profile.name == "vllm-0.7"

@@ -59,6 +59,9 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "scheme_native": Constant("the same where the products are narrow too", "1", 0.3, 12, 0.8, 0.4),
 }
 UNPACKED: Final = "-unpacked"  # ends the key of a scheme on chips without the narrow type of its products
+# Versions from which on an engine is another one: vLLM captures CUDA graphs since 0.3; its V1 (0.8) schedules, captures
+# and attends in other ways than V0 did.
+REWRITES: Final = {"vllm": ("0.3", "0.8")}
 SCHEME_KINDS: Final = ("memory", "compute", "experts")
 SHARPNESS: Final = 6.0  # of the smooth maximum of device and host
 

@@ -13,7 +13,7 @@ from roofline.count import dtype_bits
 from roofline.hardware import Hardware, load_hardware
 from roofline.timing.case import UNBOUNDED, Case
 from roofline.timing.efficiency import load_efficiency
-from roofline.timing.engine import UNPACKED, Engine, step_seconds
+from roofline.timing.engine import REWRITES, UNPACKED, Engine, step_seconds
 from roofline.timing.pools import kv_dtype_of, pool_tokens
 from roofline.timing.queueing import queue_groups, spread_lengths
 from roofline.timing.scheduling import (
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from roofline.profile import Profile
 
 Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
-_V1_SINCE: Final = (0, 8)
+_VLLM_V1: Final = parse_version(REWRITES["vllm"][-1]) or ()
 _IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
 _RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
 _LIMITED: Final = 1.5  # of answers that a limit of 512 tokens cuts, over their mean of 350
@@ -93,7 +93,7 @@ def scheduler_for(case: Case, profile: Profile) -> Scheduler:
     """A profile's scheduler; vLLM's own where its version or card isn't the profile's: V1 since 0.8, limits by card."""
     scheduler = profile.scheduler
     version = parse_version(case.engine_version)
-    is_v1 = case.engine == "vllm" and (scheduler.mixes if version is None else version >= _V1_SINCE)
+    is_v1 = case.engine == "vllm" and (scheduler.mixes if version is None else version >= _VLLM_V1)
     if not is_v1 or (scheduler.mixes and case.hardware in profile.hardware):
         return scheduler
     tokens, sequences = batch_limits(load_hardware(case.hardware))
