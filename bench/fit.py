@@ -9,7 +9,6 @@ H20 rows of the Qwen3 tables aren't fitted. The same rows give the same files, b
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from cases import read_cases
 from fit_engine import Row, Stack, fit_engine, make_row
 from fit_groups import FREE, GROUPS, Group
 from fit_write import Held, in_sample, profile_text
+from fold_keys import model_name, source_name
 from score_targets import like_pairs
 
 from qwenjax.errors import InputError
@@ -166,18 +166,6 @@ def _is_large(case: Case) -> bool:
     return count_params(case.config).num_params > 2.9e9
 
 
-def model_of(case: Case) -> str:
-    """The architecture's name without its maker, its variant and its quantisation: `llama-3.1-8b`."""
-    name = case.model.split("/")[-1].lower().replace("meta-", "").replace(" ", "-")
-    size = re.match(r".*?[0-9][0-9._]*b(-a[0-9.]+b)?(?![a-z0-9])", name)
-    return size[0] if size else name
-
-
-def source_of(case: Case) -> str:
-    """The repository or page that a row is from."""
-    return case.source.split("@")[0].split(" ")[0].split("#")[0]
-
-
 def table(whole: Rows, fitted: Fitted, held_out: Sequence[Sequence[Held]]) -> str:
     """Errors by target group: of the fit itself, and of rows held out by model, by source and by GPU."""
     fit = in_sample(whole, fitted)
@@ -223,8 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     fitted = fit_all(rows)
-    by_model = hold_out(rows, fitted, model_of)
-    by_source = hold_out(rows, fitted, source_of)
+    by_model = hold_out(rows, fitted, model_name)
+    by_source = hold_out(rows, fitted, source_name)
     by_gpu = hold_out(rows, fitted, lambda case: case.hardware)
     print(table(rows, fitted, (by_model, by_source, by_gpu)))
     print(f"\n{sum(map(len, rows.values()))} rows fitted, {len(left)} left out")

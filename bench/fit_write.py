@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from fit_engine import Row, Stack
 from fit_groups import GROUPS, Group
+from fold_keys import model_name
 
 from roofline.profile import KINDS
 from roofline.timing.engine import CONSTANTS, Engine
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 DIGITS: Final = 4
 ENOUGH: Final = 8  # held-out rows of a kind, from which on a profile has an interval of its own
+ENOUGH_MODELS: Final = 4  # the same, of different models
+UNKNOWN: Final = (0.6, 1.8)  # where no row of the kind was held out
 COVERED: Final = 0.8
 LEAST: Final = 0.03  # half width of an interval on log scale, whatever the rows say
 
@@ -62,23 +65,20 @@ def group_intervals(
     group: Group, seen: Sequence[Held], by_model: Sequence[Held], by_gpu: Sequence[Held]
 ) -> dict[str, tuple[float, float]]:
     """Intervals by kind of figure of a group's profile, from its rows' own errors and from held-out ones."""
-    away = [held.error for held in by_gpu if held.nearest and held.row.case.engine == group.engine]
-    everywhere = [held.error for held in by_gpu if held.nearest]
+    away = [held for held in by_gpu if held.nearest and held.row.case.engine == group.engine]
+    everywhere = [held for held in by_gpu if held.nearest]
     same = [held for held in by_model if held.row.case.engine == group.engine and not held.nearest]
     unseen = [held for held in by_model if group.takes(held.row.case) and not held.nearest]
     intervals = {
-        kind: _wider(
-            _interval(_kind(unseen, kind), _kind(same, kind), _kind(by_model, kind)),
-            _interval(_kind(seen, kind), [0.0]),
-        )
+        kind: _wider(_unseen(_kind(unseen, kind), _kind(same, kind), _kind(by_model, kind)), _own(_kind(seen, kind)))
         for kind in KINDS
     }
-    return {**intervals, "elsewhere": _interval(away, everywhere)}
+    return {**intervals, "elsewhere": _unseen(away, everywhere)}
 
 
 def any_intervals(by_source: Sequence[Held]) -> dict[str, tuple[float, float]]:
     """Intervals of the profile for engines without one."""
-    return {kind: _interval(_kind(by_source, kind)) for kind in (*KINDS, "elsewhere")}
+    return {kind: _unseen(_kind(by_source, kind)) for kind in (*KINDS, "elsewhere")}
 
 
 def in_sample(rows: Mapping[str, Sequence[Row]], fitted: Fitted) -> list[Held]:
@@ -95,21 +95,38 @@ def _wider(first: tuple[float, float], second: tuple[float, float]) -> tuple[flo
     return min(first[0], second[0]), max(first[1], second[1])
 
 
-def _kind(held: Sequence[Held], kind: str) -> list[float]:
-    return [item.error for item in held if item.row.plan.kind == kind or kind == "elsewhere"]
+def _kind(held: Sequence[Held], kind: str) -> list[Held]:
+    return [item for item in held if item.row.plan.kind == kind or kind == "elsewhere"]
 
 
-def _interval(*choices: Sequence[float]) -> tuple[float, float]:
-    """Factors on the predicted time that hold COVERED of the first set with enough held-out errors.
+def _unseen(*choices: Sequence[Held]) -> tuple[float, float]:
+    """Factors on the predicted time that hold COVERED of the first set with enough held-out rows and models.
 
-    Errors are log(predicted / measured), so a factor on the prediction is what takes the error away.
+    Rows of one model err together, so what a set tells of its tails goes by the number of its models: the interval is
+    that of a sample of so few, less one of them that set its place and its width each.
     """
-    errors = next((choice for choice in choices if len(choice) >= ENOUGH), choices[-1])
-    if not errors:
-        return 0.6, 1.8
-    tail = (1 - COVERED) / 2 * len(errors) / (len(errors) + 1)  # a small set knows its tails less well
-    low, high = np.quantile(-np.array(errors), [tail, 1 - tail])
+    enough = (held for held in choices if len(held) >= ENOUGH and _models(held) >= ENOUGH_MODELS)
+    held = next(enough, choices[-1])
+    models = _models(held)
+    return _factors(held, max(0, models - 2) / (models + 1))
+
+
+def _own(held: Sequence[Held]) -> tuple[float, float]:
+    """The same of rows that a profile was fitted on."""
+    return _factors(held, len(held) / (len(held) + 1)) if held else (1.0, 1.0)
+
+
+def _factors(held: Sequence[Held], known: float) -> tuple[float, float]:
+    """Errors are log(predicted / measured), so a factor on the prediction is what takes the error away."""
+    if not held:
+        return UNKNOWN
+    tail = (1 - COVERED) / 2 * known
+    low, high = np.quantile([-item.error for item in held], [tail, 1 - tail])
     return float(np.exp(min(low, -LEAST))), float(np.exp(max(high, LEAST)))
+
+
+def _models(held: Sequence[Held]) -> int:
+    return len({model_name(item.row.case) for item in held})
 
 
 def _text(

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from fit import ANY, Fitted, Rows, fit_all, hold_out, model_of, read_groups, source_of
+from fit import ANY, Fitted, Rows, fit_all, hold_out, read_groups
 from fit_groups import GROUPS
 from fit_write import Held, any_intervals, group_intervals, in_sample
+from fold_keys import model_name, source_name
 from scored import Scored
 
 from roofline.profile import KINDS
@@ -22,8 +23,8 @@ from roofline.timing.case import Case
 from roofline.timing.serving import figure
 
 KEYS: Final[Mapping[str, Callable[[Case], str]]] = {
-    "model": model_of,
-    "source": source_of,
+    "model": model_name,
+    "source": source_name,
     "gpu": lambda case: case.hardware,
 }
 ELSEWHERE: Final = "elsewhere"
