@@ -23,7 +23,7 @@ from cases import read_cases
 from fit_engine import Row, Stack, fit_engine, make_row
 from fit_groups import FREE, GROUPS, Group
 from fit_write import Held, in_sample, profile_text
-from fold_keys import model_name, source_name
+from fold_keys import model_name, setting_fold, source_name
 from score_targets import like_pairs
 
 from qwenjax.errors import InputError
@@ -76,7 +76,8 @@ def fit_all(rows: Rows, near: Fitted | None = None, touched: Iterable[str] = ())
     members = {kin: [g for g in GROUPS if g.kin == kin] for kin in dict.fromkeys(g.kin for g in GROUPS)}
     everyone = near.everyone if near else None
     if everyone is None or _loses_an_engine(rows, names):
-        everyone = fit_engine(Stack([row for group in rows.values() for row in group]), FREE)
+        every = [row for group in rows.values() for row in group]
+        everyone = fit_engine(Stack(every), FREE) if every else Engine({})
     engines, groups = dict(near.engines) if near else {}, dict(near.groups) if near else {}
     for engine, own in members.items():
         if not names & {group.name for group in own}:
@@ -167,10 +168,10 @@ def _is_large(case: Case) -> bool:
 
 
 def table(whole: Rows, fitted: Fitted, held_out: Sequence[Sequence[Held]]) -> str:
-    """Errors by target group: of the fit itself, and of rows held out by model, by source and by GPU."""
+    """Errors by target group: of rows that were fitted, and of rows held out by setting, model, source and GPU."""
     fit = in_sample(whole, fitted)
     lines = [f"{'median and 90th percentile of |error|, %':32}{'target':>12}"]
-    lines[0] += "".join(f"{title:>16}" for title in ("fit", "new model", "new source", "new GPU"))
+    lines[0] += "".join(f"{title:>16}" for title in ("own rows", "new setting", "new model", "new source", "new GPU"))
     sets = (fit, *held_out)
     lines[0] += f"{'like rows differ':>20}"
     rows = [row for group in whole.values() for row in group]
@@ -211,10 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     fitted = fit_all(rows)
+    by_setting = hold_out(rows, fitted, setting_fold)
     by_model = hold_out(rows, fitted, model_name)
     by_source = hold_out(rows, fitted, source_name)
     by_gpu = hold_out(rows, fitted, lambda case: case.hardware)
-    print(table(rows, fitted, (by_model, by_source, by_gpu)))
+    print(table(rows, fitted, (by_setting, by_model, by_source, by_gpu)))
     print(f"\n{sum(map(len, rows.values()))} rows fitted, {len(left)} left out")
     texts = {f"{name}.toml": text for name, text in profile_text(rows, fitted, by_model, by_source, by_gpu).items()}
     if options.check:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import zlib
+from typing import Final
 
 from roofline.timing.case import Case
+
+FOLDS: Final = 10
 
 
 def model_name(case: Case) -> str:
@@ -17,3 +21,10 @@ def model_name(case: Case) -> str:
 def source_name(case: Case) -> str:
     """The repository or page that a row is from."""
     return case.source.split("@")[0].split(" ")[0].split("#")[0]
+
+
+def setting_fold(case: Case) -> str:
+    """One of FOLDS sets of settings, the same each time; all figures of one run lie in one."""
+    lengths = (case.concurrency, case.prior_len, case.input_len, case.output_len)
+    run = (source_name(case), case.engine_version, case.hardware, case.model, case.weights, case.tp, case.pp, *lengths)
+    return str(zlib.crc32(repr(run).encode()) % FOLDS)

@@ -15,7 +15,7 @@ from typing import Final
 from fit import ANY, Fitted, Rows, fit_all, hold_out, read_groups
 from fit_groups import GROUPS
 from fit_write import Held, any_intervals, group_intervals, in_sample
-from fold_keys import model_name, source_name
+from fold_keys import model_name, setting_fold, source_name
 from scored import Scored
 
 from roofline.profile import KINDS
@@ -23,6 +23,7 @@ from roofline.timing.case import Case
 from roofline.timing.serving import figure
 
 KEYS: Final[Mapping[str, Callable[[Case], str]]] = {
+    "setting": setting_fold,
     "model": model_name,
     "source": source_name,
     "gpu": lambda case: case.hardware,
