@@ -203,6 +203,26 @@ def test_what_a_figure_counts() -> None:
     assert plan_case(replace(queued, concurrency=UNBOUNDED), scheduler).kind == "batched"
 
 
+@pytest.mark.parametrize(
+    ("model", "engine", "period"),
+    [
+        ("Qwen2.5-7B", "llama.cpp", 15 / 28),  # 770 launches fit the queue: the stage with most layers sets the pace
+        ("Qwen2.5-72B", "llama.cpp", (1 + (2200 - 1024) / 2200) / 2),  # the host waits for the second stage's first launches
+        ("Qwen2.5-72B", "vllm", 41 / 80),  # a process for each stage
+    ],
+)
+def test_chunks_follow_each_other_through_a_pipeline(model: str, engine: str, period: float) -> None:
+    config = ModelConfig.from_hf(model)
+    case = replace(CASE, config=config, engine=engine, metric="prefill_tok_s", input_len=4096, output_len=0, pp=2)
+    assert plan_case(case, Scheduler(512)).steps.times.sum() == pytest.approx(1 + 7 * period)
+    assert plan_case(replace(case, pp=1), Scheduler(512)).steps.times.sum() == pytest.approx(8)
+
+
+def test_few_chunks_are_under_way_in_a_long_pipeline() -> None:
+    case = replace(CASE, engine="llama.cpp", metric="prefill_tok_s", input_len=4096, output_len=0, pp=7)
+    assert plan_case(case, Scheduler(512)).steps.times.sum() == pytest.approx(1 + 7 / 4)
+
+
 def test_remote_workers_cost_once_a_step_and_only_where_there_are_some() -> None:
     chip = load_hardware("a100-80gb-sxm")
     steps, slow = as_steps([Group(1, 4, 500), Group(1, prompts=2, chunk=300, reached=300)]), {"remote_step_s": 0.004}
