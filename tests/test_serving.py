@@ -207,7 +207,11 @@ def test_what_a_figure_counts() -> None:
     ("model", "engine", "period"),
     [
         ("Qwen2.5-7B", "llama.cpp", 15 / 28),  # 770 launches fit the queue: the stage with most layers sets the pace
-        ("Qwen2.5-72B", "llama.cpp", (1 + (2200 - 1024) / 2200) / 2),  # the host waits for the second stage's first launches
+        (
+            "Qwen2.5-72B",
+            "llama.cpp",
+            (1 + (2200 - 1024) / 2200) / 2,
+        ),  # the host waits for the second stage's first launches
         ("Qwen2.5-72B", "vllm", 41 / 80),  # a process for each stage
     ],
 )
@@ -422,6 +426,10 @@ def test_weights_that_a_chip_unpacks_have_a_key_of_their_own() -> None:
     assert keys == {"a100-80gb-sxm": "fp8-unpacked", "h100-sxm": "fp8"}
     assert scheme_key("AWQ", load_hardware("a100-80gb-sxm")) == "awq"
     assert scheme_key("W8A8", load_hardware("a100-80gb-sxm")) == "w8a8"
+    assert scheme_key("FP16", load_hardware("rtx-4090")) == ""
+    assert scheme_key("F16", load_hardware("rtx-4090")) == "gguf-f16"  # as GGUF spells it
+    only_plain = Engine({}, {"gguf-f16": {"memory": 1.4}})
+    assert only_plain.scheme("q8_0")[0] == CONSTANTS["scheme_memory"].start
     engine = Engine({}, {"fp8-unpacked": {"memory": 2.0}, "fp8-block": {"memory": 3.0}})
     assert engine.scheme("fp8")[0] == 3.0
     assert engine.scheme("fp8-block-unpacked")[0] == 2.0

@@ -97,7 +97,7 @@ def usual_of(scheme: str, kind: str) -> Constant:
 
 def _width(scheme: str) -> str:
     """Bits of a scheme's weights, and whether its kernels unpack them for want of a narrow product."""
-    bits = "4" if "4" in scheme or scheme.startswith("awq") else "8"
+    bits = "16" if scheme.endswith("-f16") else "4" if "4" in scheme or scheme.startswith("awq") else "8"
     return bits + (UNPACKED if scheme.endswith(UNPACKED) else "")
 
 

@@ -41,7 +41,7 @@ _LAUNCHES: Final = 55  # of a layer of a prompt, unfused: seven products of four
 _QUEUED: Final = 1024  # launches that a CUDA stream takes before the host has to wait
 _RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
 _LIMITED: Final = 1.5  # of answers that a limit of 512 tokens cuts, over their mean of 350
-_PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
+_PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,7 @@ def layout_of(
 def scheme_key(weights: str | WeightScheme, chip: Hardware) -> str:
     """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits.
 
+    GGUF's 16 bits have a name, for llama.cpp multiplies one row with them in a kernel of its own, as it does all types.
     Where the chip lacks the narrow type of a scheme's products, kernels unpack the weights: they are kept apart.
     """
     scheme = scheme_of(weights) if isinstance(weights, str) else weights
