@@ -253,6 +253,23 @@ def test_each_product_with_quantised_weights_costs_a_call() -> None:
         assert added == pytest.approx(packed.values["packed_calls"] * 1e-5)
 
 
+def test_a_few_rows_of_packed_weights_are_multiplied_one_by_one() -> None:
+    """A prompt of up to 8 tokens is then no other step than decodes of as many sequences."""
+    chip, eff = load_hardware("rtx-3090"), load_efficiency(load_hardware("rtx-3090"))[0]
+    four, eight, nine = (
+        [gemm_s(rows, 4096, 4096, chip=chip, eff=eff, weight_bits=4.5, rows_apart=apart) for apart in (False, True)]
+        for rows in (4, 8, 9)
+    )
+    assert eight[1] - four[1] == pytest.approx(4 * 4096 * 4096 / (50 * 82 * 1.695e9), rel=1e-3)
+    assert eight[1] > eight[0]
+    assert nine[1] == nine[0]
+    assert gemm_s(8, 4096, 4096, chip=chip, eff=eff, rows_apart=True) == gemm_s(8, 4096, 4096, chip=chip, eff=eff)
+    chunks = [Group(1, prompts=1, chunk=tokens, reached=tokens) for tokens in (8, 9)]
+    terms = terms_of(CONFIGS[0], chunks, Scheduler(rows_apart=True))
+    assert terms.values["prefill_layers"].tolist() == [0, 28]
+    assert terms.values["layers"].tolist() == [28, 0]
+
+
 def test_models_with_tiles_for_their_experts_have_a_constant_of_their_own() -> None:
     chip, steps = load_hardware("a100-80gb-sxm"), as_steps([Group(1, 1, 500)])
     for name, kind, other in (

@@ -269,6 +269,7 @@ def layout_of(
         fused_experts=(scheduler or Scheduler()).fused_experts,
         captured_context=(scheduler or Scheduler()).captured_context,
         remote_workers=(scheduler or Scheduler()).remote_workers,
+        rows_apart=(scheduler or Scheduler()).rows_apart,
     )
 
 

@@ -20,6 +20,7 @@ from roofline.count import distinct_experts
 from roofline.hardware import Hardware, Link
 from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import (
+    ROWS_APART,
     TUNED_EXPERTS,
     allreduce_s,
     attention_decode_s,
@@ -104,6 +105,7 @@ class Layout:
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
     remote_workers: bool = False  # each step is a remote call to the processes of the other devices
+    rows_apart: bool = False  # a few rows are multiplied with packed weights one by one
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,8 @@ class StepFold:
         self.experts()
         self.collectives()
         prefills = (steps.prompts > 0) * 1.0
+        if self.layout.rows_apart:  # the engine tells a prompt from decodes by its rows alone
+            prefills = prefills * (steps.tokens > ROWS_APART)
         self.values["layers"] += layers * (1 - prefills)
         sparse = float(len(self.config.sparse_layers))
         launches = layers + (SPARSE_LAUNCHES - 1) * sparse
@@ -198,7 +202,9 @@ class StepFold:
         bias = n * 2.0 if op.name == "qkv_proj" and self.config.qkv_bias else 0.0
         compute = 2.0 * rows * n * k / self.peak(dtype)
         memory = (n * k * bits / 8 + bias) / self.bandwidth
-        seconds = gemm_s(rows, n, k, chip=self.chip, eff=self.eff, weight_bits=bits, dtype=dtype)
+        seconds = gemm_s(
+            rows, n, k, chip=self.chip, eff=self.eff, weight_bits=bits, dtype=dtype, rows_apart=self.layout.rows_apart
+        )
         seconds = self.np.maximum(seconds, self.np.maximum(compute, memory)) * layers * running
         by_memory = memory**2 / (memory**2 + compute**2)
         self.values["products_memory"] += seconds * by_memory
