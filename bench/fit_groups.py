@@ -24,6 +24,7 @@ FREE: Final = (
     "prefill_layer_s",
     "step_s",
     "remote_step_s",
+    "hop_s",
     "packed_call_s",
     "sequence_s",
     "collectives_large",

@@ -29,7 +29,7 @@ from roofline.timing.scheduling import (
     prefill_groups,
     steady_groups,
 )
-from roofline.timing.serving import layout_of, plan_case, predict_case, scheduler_for, scheme_key
+from roofline.timing.serving import case_terms, layout_of, plan_case, predict_case, scheduler_for, scheme_key
 from roofline.timing.step import Terms, step_terms
 from roofline.weight_schemes import scheme_of, stored_weight_bytes
 
@@ -235,6 +235,16 @@ def test_remote_workers_cost_once_a_step_and_only_where_there_are_some() -> None
         terms = step_terms(CONFIGS[0], steps, layout, chip, load_efficiency(chip)[0])
         added = step_seconds(terms, Engine(slow)) - step_seconds(terms, Engine({"remote_step_s": 0.0}))
         assert added == pytest.approx([expected, expected], abs=1e-12)
+
+
+def test_each_change_of_the_card_costs_once_a_decode_step() -> None:
+    scheduler = Scheduler(512)
+    for metric, prompt, output, hops in (("decode_tok_s", 0, 1, 3), ("prefill_tok_s", 512, 0, 0)):
+        case = replace(CASE, engine="llama.cpp", metric=metric, input_len=prompt, output_len=output, pp=4)
+        terms = case_terms(case, plan_case(case, scheduler), scheduler)
+        assert terms.values["hops"].tolist() == [hops]
+        once, free = (step_seconds(terms, Engine({"hop_s": seconds})) for seconds in (1.0, 0.0))
+        assert (once - free).tolist() == pytest.approx([hops])
 
 
 def test_each_product_with_quantised_weights_costs_a_call() -> None:

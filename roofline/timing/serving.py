@@ -301,6 +301,8 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         ep=case.ep > 1,
         scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),
     )
+    if case.engine in _ONE_HOST:
+        layout = replace(layout, hops=case.pp - 1)
     return step_terms(case.config, plan.steps, layout, chip, load_efficiency(chip)[0])
 
 

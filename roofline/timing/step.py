@@ -49,7 +49,16 @@ SECONDS = (
     "collectives_large",
     "collectives_staged",
 )
-COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps", "packed_calls")
+COUNTS = (
+    "layers",
+    "eager_layers",
+    "prefill_layers",
+    "sequences",
+    "collective_calls",
+    "remote_steps",
+    "packed_calls",
+    "hops",
+)
 _LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 _STAGED_BYTES = 1 << 20  # of a message over PCIe, from where on it goes through the host's memory
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
@@ -105,6 +114,7 @@ class Layout:
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
     remote_workers: bool = False  # each step is a remote call to the processes of the other devices
+    hops: int = 0  # from card to card on a token's way through the layers
     rows_apart: bool = False  # a few rows are multiplied with packed weights one by one
 
 
@@ -168,6 +178,7 @@ class StepFold:
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
+        self.values["hops"] += self.layout.hops * (1 - prefills)
         self.values["remote_steps"] += float(self.layout.remote_workers and self.layout.tp > 1)
         return Terms(self.values, self.least)
 
