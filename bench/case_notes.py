@@ -12,6 +12,9 @@ from roofline.timing.case import Lengths
 SETTINGS: Final = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cuda_graphs")
 
 _RANDOM_PROMPTS: Final = (0, 6, 5)  # the vLLM from which on its throughput benchmark draws the tokens of prompts
+_FLASH_PULL: Final = (
+    15434  # llama.cpp's pull request (August 2025) from which on FlashAttention is used wherever it can
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def read_notes(row: Mapping[str, str], engine: str, metric: str) -> Notes:
         pp=_number(r"\bPP(\d+)\b", note),
         cuda_graphs=False if "Splitwise" in row["framework"] else _cuda_graphs(note, engine),
         torch_compile=True if _says(r"torch\.compile", note) else None,
-        flash_attention=_flash_attention(note),
+        flash_attention=_flash_attention(note, row["source"], engine),
         max_num_batched_tokens=micro or step_tokens,
         max_num_seqs=_number(r"max[-_]num[-_]seqs (?:default )?=?(\d+)", setup) or _number(r"max batch (\d+)", note),
         max_model_len=_number(r"(?:max[-_]model[-_]len|max[-_]seq[-_]len|context[-_]length)[ =]+(\d+)", note),
@@ -175,10 +178,13 @@ def _repeats_a_token(note: str, version: str, engine: str) -> bool:
     return number is not None and tuple(int(part or 0) for part in number.groups()) < _RANDOM_PROMPTS
 
 
-def _flash_attention(note: str) -> bool | None:
+def _flash_attention(note: str, source: str, engine: str) -> bool | None:
+    """What a note says; else llama.cpp's pull requests from that on which made it the default."""
     if _says(r"FlashAttention off|without FlashAttention|no FlashAttention(?! flag)", note):
         return False
-    return True if _says(r"WITH FlashAttention|FlashAttention on|FlashAttention,|\bFA2\b", note) else None
+    if _says(r"WITH FlashAttention|FlashAttention on|FlashAttention,|\bFA2\b", note):
+        return True
+    return True if engine == "llama.cpp" and (_number(r"llama\.cpp#(\d+)", source) or 0) >= _FLASH_PULL else None
 
 
 def _host_bound(row: Mapping[str, str], engine: str) -> bool:

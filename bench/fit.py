@@ -158,7 +158,7 @@ TARGETS: Final[dict[str, tuple[Callable[[Row], bool], float, float]]] = {
     "batched throughput and TPOT": (lambda row: row.plan.kind == "batched", 8, 20),
     "prefill and TTFT, clean": (lambda row: row.plan.kind == "prefill" and not row.case.ttft_has_queueing, 8, 20),
     "tensor parallel": (lambda row: row.case.tp > 1, 6, 15),
-    "quantised weights": (lambda row: row.scheme != "", 8, 20),
+    "quantised weights": (lambda row: row.scheme not in ("", "gguf-f16"), 8, 20),
     "mixture of experts": (lambda row: row.case.config.is_moe, 10, 25),
 }
 

@@ -24,6 +24,7 @@ FREE: Final = (
     "prefill_layer_s",
     "step_s",
     "remote_step_s",
+    "hop_s",
     "packed_call_s",
     "sequence_s",
     "collectives_large",
@@ -123,9 +124,12 @@ _TRT_BUILT_SOURCE: Final = (
 )
 _LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
 _LMDEPLOY_SOURCE: Final = "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"
-_LLAMA: Final = Scheduler(max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False)
-_LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens"
-_LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5)}
+_LLAMA: Final = Scheduler(
+    max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False, rows_apart=True
+)
+_LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens; up to 8 rows of packed weights one by one"
+# llama-bench neither schedules nor samples: a step builds its graph and copies the logits of one token.
+_LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5), "step_s": (3e-4, 2e-4)}
 _COMPILED: Final = {"prefill_host_layer_s": (3e-5, 5e-5)}  # no Python between the launches of a prompt's step
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
 _FUSED: Final = replace(_BATCH, fused_experts=True)

@@ -137,6 +137,7 @@ _SPELLINGS: tuple[tuple[str, str], ...] = (
     (r"int4", "int4-wo"),
     (r"int8.?(weight|wo)", "int8-wo"),
     (r"^bf16|^bfloat16|^fp16/bf16|^$", "bf16"),
+    (r"^f16$", "gguf-f16"),
     (r"^fp16|^float16|^f16|^half", "fp16"),
     (r"^fp32|^f32", "fp32"),
 )

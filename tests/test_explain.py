@@ -54,6 +54,7 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("Qwen2-57B-A14B", "h100-sxm", 8, 1024, 100, "vllm", 4, None, "all"),  # a shared expert
     ("Mixtral-8x7B-v0.1", "a100-80gb-sxm", 1, 5, 20, "gpt-fast", 2, None, "expected"),  # experts compiled together
     ("Mixtral-8x7B-v0.1", "a100-80gb-sxm", 2, 5, 20, "gpt-fast", 2, "int8-wo", "expected"),
+    ("Qwen2.5-7B", "a100-80gb-sxm", 3, 2, 9, "llama.cpp", 1, "q4_k_m", "expected"),  # a few rows
 )
 
 

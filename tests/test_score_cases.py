@@ -270,6 +270,21 @@ def test_a_micro_batch_is_tokens_of_a_step_and_a_depth_lies_in_the_cache(bench: 
     assert (one.prior_len, one.input_len, one.output_len, one.empty_context) == (32768, 0, 512, False)
 
 
+@pytest.mark.parametrize(
+    ("source", "note", "flash"),
+    [
+        ("ggml-org/llama.cpp#17505", "pp512 at depth 32768 with micro-batch 1", True),
+        ("ggml-org/llama.cpp#17505", "pp512, FlashAttention off", False),
+        ("ggml-org/llama.cpp#7676", "pp512 with micro-batch 16", None),
+    ],
+)
+def test_late_pull_requests_of_llama_cpp_have_flash_attention(
+    bench: Modules, write: Write, source: str, note: str, flash: bool | None
+) -> None:
+    row = {"framework": "llama.cpp", "metric": "prefill_tok_s", "input_len": "512", "output_len": "0"}
+    assert one_case(bench, write({**row, "source": source, "note": note})).flash_attention is flash
+
+
 def test_a_window_of_pure_decode_is_decode_at_its_mean_context(bench: Modules, write: Write) -> None:
     note = "1-second window = pure decode with 39 running sequences; mean context about 1059 tokens"
     row = {

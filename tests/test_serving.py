@@ -29,7 +29,7 @@ from roofline.timing.scheduling import (
     prefill_groups,
     steady_groups,
 )
-from roofline.timing.serving import layout_of, plan_case, predict_case, scheduler_for, scheme_key
+from roofline.timing.serving import case_terms, layout_of, plan_case, predict_case, scheduler_for, scheme_key
 from roofline.timing.step import Terms, step_terms
 from roofline.weight_schemes import scheme_of, stored_weight_bytes
 
@@ -203,6 +203,30 @@ def test_what_a_figure_counts() -> None:
     assert plan_case(replace(queued, concurrency=UNBOUNDED), scheduler).kind == "batched"
 
 
+@pytest.mark.parametrize(
+    ("model", "engine", "period"),
+    [
+        ("Qwen2.5-7B", "llama.cpp", 15 / 28),  # 770 launches fit the queue: the stage with most layers sets the pace
+        (
+            "Qwen2.5-72B",
+            "llama.cpp",
+            (1 + (2200 - 1024) / 2200) / 2,
+        ),  # the host waits for the second stage's first launches
+        ("Qwen2.5-72B", "vllm", 41 / 80),  # a process for each stage
+    ],
+)
+def test_chunks_follow_each_other_through_a_pipeline(model: str, engine: str, period: float) -> None:
+    config = ModelConfig.from_hf(model)
+    case = replace(CASE, config=config, engine=engine, metric="prefill_tok_s", input_len=4096, output_len=0, pp=2)
+    assert plan_case(case, Scheduler(512)).steps.times.sum() == pytest.approx(1 + 7 * period)
+    assert plan_case(replace(case, pp=1), Scheduler(512)).steps.times.sum() == pytest.approx(8)
+
+
+def test_few_chunks_are_under_way_in_a_long_pipeline() -> None:
+    case = replace(CASE, engine="llama.cpp", metric="prefill_tok_s", input_len=4096, output_len=0, pp=7)
+    assert plan_case(case, Scheduler(512)).steps.times.sum() == pytest.approx(1 + 7 / 4)
+
+
 def test_remote_workers_cost_once_a_step_and_only_where_there_are_some() -> None:
     chip = load_hardware("a100-80gb-sxm")
     steps, slow = as_steps([Group(1, 4, 500), Group(1, prompts=2, chunk=300, reached=300)]), {"remote_step_s": 0.004}
@@ -211,6 +235,16 @@ def test_remote_workers_cost_once_a_step_and_only_where_there_are_some() -> None
         terms = step_terms(CONFIGS[0], steps, layout, chip, load_efficiency(chip)[0])
         added = step_seconds(terms, Engine(slow)) - step_seconds(terms, Engine({"remote_step_s": 0.0}))
         assert added == pytest.approx([expected, expected], abs=1e-12)
+
+
+def test_each_change_of_the_card_costs_once_a_decode_step() -> None:
+    scheduler = Scheduler(512)
+    for metric, prompt, output, hops in (("decode_tok_s", 0, 1, 3), ("prefill_tok_s", 512, 0, 0)):
+        case = replace(CASE, engine="llama.cpp", metric=metric, input_len=prompt, output_len=output, pp=4)
+        terms = case_terms(case, plan_case(case, scheduler), scheduler)
+        assert terms.values["hops"].tolist() == [hops]
+        once, free = (step_seconds(terms, Engine({"hop_s": seconds})) for seconds in (1.0, 0.0))
+        assert (once - free).tolist() == pytest.approx([hops])
 
 
 def test_each_product_with_quantised_weights_costs_a_call() -> None:
@@ -227,6 +261,23 @@ def test_each_product_with_quantised_weights_costs_a_call() -> None:
             packed, Engine({"packed_call_s": 0})
         )
         assert added == pytest.approx(packed.values["packed_calls"] * 1e-5)
+
+
+def test_a_few_rows_of_packed_weights_are_multiplied_one_by_one() -> None:
+    """A prompt of up to 8 tokens is then no other step than decodes of as many sequences."""
+    chip, eff = load_hardware("rtx-3090"), load_efficiency(load_hardware("rtx-3090"))[0]
+    four, eight, nine = (
+        [gemm_s(rows, 4096, 4096, chip=chip, eff=eff, weight_bits=4.5, rows_apart=apart) for apart in (False, True)]
+        for rows in (4, 8, 9)
+    )
+    assert eight[1] - four[1] == pytest.approx(4 * 4096 * 4096 / (50 * 82 * 1.695e9), rel=1e-3)
+    assert eight[1] > eight[0]
+    assert nine[1] == nine[0]
+    assert gemm_s(8, 4096, 4096, chip=chip, eff=eff, rows_apart=True) == gemm_s(8, 4096, 4096, chip=chip, eff=eff)
+    chunks = [Group(1, prompts=1, chunk=tokens, reached=tokens) for tokens in (8, 9)]
+    terms = terms_of(CONFIGS[0], chunks, Scheduler(rows_apart=True))
+    assert terms.values["prefill_layers"].tolist() == [0, 28]
+    assert terms.values["layers"].tolist() == [28, 0]
 
 
 def test_models_with_tiles_for_their_experts_have_a_constant_of_their_own() -> None:
@@ -402,6 +453,10 @@ def test_weights_that_a_chip_unpacks_have_a_key_of_their_own() -> None:
     assert keys == {"a100-80gb-sxm": "fp8-unpacked", "h100-sxm": "fp8"}
     assert scheme_key("AWQ", load_hardware("a100-80gb-sxm")) == "awq"
     assert scheme_key("W8A8", load_hardware("a100-80gb-sxm")) == "w8a8"
+    assert scheme_key("FP16", load_hardware("rtx-4090")) == ""
+    assert scheme_key("F16", load_hardware("rtx-4090")) == "gguf-f16"  # as GGUF spells it
+    only_plain = Engine({}, {"gguf-f16": {"memory": 1.4}})
+    assert only_plain.scheme("q8_0")[0] == CONSTANTS["scheme_memory"].start
     engine = Engine({}, {"fp8-unpacked": {"memory": 2.0}, "fp8-block": {"memory": 3.0}})
     assert engine.scheme("fp8")[0] == 3.0
     assert engine.scheme("fp8-block-unpacked")[0] == 2.0

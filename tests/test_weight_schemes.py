@@ -282,7 +282,7 @@ def test_products_run_at_the_type_that_multiplies(weights: str, chip: str, dtype
         ("BF16", "bf16"),
         ("", "bf16"),
         ("FP16/BF16", "bf16"),
-        ("F16", "fp16"),
+        ("F16", "gguf-f16"),
         ("FP8 (--quantization fp8, online) + FP8 KV", "fp8"),
         ("AWQ-INT4", "awq"),
         ("W4A16 (AWQ g128)", "awq"),

@@ -58,10 +58,11 @@ def kernel_functions(chip: Hardware, eff: Efficiency) -> dict[str, Callable[...,
     """The functions that computed nodes name, for this chip; sizes in, seconds of one call out."""
     own: dict[str, Any] = {"chip": chip, "eff": eff}
     functions: dict[str, Callable[..., Any]] = {
-        f"gemm_{dtype}_s": lambda m, n, k, bits, dtype=dtype: kernels.gemm_s(
-            m, n, k, weight_bits=bits, dtype=dtype, **own
+        f"gemm_{dtype}{suffix}_s": lambda m, n, k, bits, dtype=dtype, apart=bool(suffix): kernels.gemm_s(
+            m, n, k, weight_bits=bits, dtype=dtype, rows_apart=apart, **own
         )
         for dtype in chip.peak_flops_per_s
+        for suffix in ("", "_rows_apart")
     }
 
     def attention_decode_s(batch: Any, context: Any, heads: Any, kv_heads: Any, width: Any, kv_bytes: Any) -> Any:

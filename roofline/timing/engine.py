@@ -47,6 +47,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "step_s": Constant("scheduling, sampling and what else a step waits for", "s", 0, 0.05, 4e-4, 8e-4),
     # Llama-2-7B on two A100s: 12.1 ms a token with remote calls, 8.5 without (vllm-project/vllm pull request 3763).
     "remote_step_s": Constant("remote calls that start a step on the other devices", "s", 0, 0.05, 3.6e-3, 2e-3),
+    "hop_s": Constant("a decode step's change from card to card, each with whole layers", "s", 0, 0.01, 2e-4, 2e-4),
     "packed_call_s": Constant("added to each product with quantised weights", "s", 0, 1e-3, 2e-6, 4e-6),
     "sequence_s": Constant("host work for each sequence that gets a token", "s", 0, 1e-3, 1.5e-5, 1.5e-5),
     "collective_call_s": Constant("latency added to each collective", "s", 0, 1e-3, 2e-6, 6e-6),
@@ -100,7 +101,7 @@ def usual_of(scheme: str, kind: str) -> Constant:
 
 def _width(scheme: str) -> str:
     """Bits of a scheme's weights, and whether its kernels unpack them for want of a narrow product."""
-    bits = "4" if "4" in scheme or scheme.startswith("awq") else "8"
+    bits = "16" if scheme.endswith("-f16") else "4" if "4" in scheme or scheme.startswith("awq") else "8"
     return bits + (UNPACKED if scheme.endswith(UNPACKED) else "")
 
 
@@ -129,5 +130,5 @@ def step_seconds(
     top, low = np.maximum(device, host), np.minimum(device, host)
     busy = top * (1 + (low / np.maximum(top, 1e-12)) ** SHARPNESS) ** (1 / SHARPNESS)
     seconds = busy + engine.of("step_s") + engine.of("sequence_s") * values["sequences"]
-    seconds = seconds + engine.of("remote_step_s") * values["remote_steps"]
+    seconds = seconds + engine.of("remote_step_s") * values["remote_steps"] + engine.of("hop_s") * values["hops"]
     return np.asarray(seconds)

@@ -47,6 +47,11 @@ _NEVER_S: Final = 1e9
 _STAGED: Final = 0.5
 _NARROW_ROWS: Final = 16  # of the least matrix instruction
 _VECTOR_COLUMNS: Final = 8  # of one thread block of the kernel for a single row
+ROWS_APART: Final = 8  # most rows that llama.cpp takes through packed weights without tensor cores (its MMVQ)
+# Packed weights that an SM unpacks and multiplies with one more row in a clock, where its int8 dot products alone could
+# take 256 (1 to 8 rows on an RTX 3090 in ggml-org/llama.cpp pull request 15802).
+_APART_WEIGHTS: Final = 50.0
+_UNKNOWN_CLOCK_HZ: Final = 1.7e9
 _FLOAT8_NARROW: Final = 1280  # columns up to which the float8 kernel takes its narrowest tile
 _OPERAND_BYTES: Final = {"float4_e2m1fn": 0.5 + 1 / 16}  # of an activation; with NVFP4's float8 scale of 16 of them
 _MOE_ROWS: Final = (16, 32, 64, 128)
@@ -94,17 +99,23 @@ def gemm_s(
     weight_bits: float = 16.0,
     dtype: str = "bfloat16",
     resident: bool = False,
+    rows_apart: bool = False,
 ) -> Any:
     """Seconds of [m, k] x [k, n], with weights of `weight_bits` as stored and products in `dtype`.
 
     Leaves out what unpacking narrow weights costs beyond reading them. In 8-bit dtypes the activations' quantisation
-    is included. resident skips the floor, for scoring a benchmark that repeats one call.
+    is included. resident skips the floor, for scoring a benchmark that repeats one call. rows_apart: a few rows are
+    multiplied with packed weights one by one, without tensor cores, as llama.cpp does.
     """
     narrow = dtype not in ("bfloat16", "float16", "float32", "float64")
     if narrow:
         seconds = _float8_gemm_s(m, n, k, chip, eff.float8_gemm, weight_bits, dtype)
     else:
         seconds = _gemm_s(m, n, k, chip, eff.gemm, weight_bits, dtype)
+    if rows_apart and weight_bits < 16:
+        each = n * k / (_APART_WEIGHTS * _sms(chip) * (chip.boost_clock_hz or _UNKNOWN_CLOCK_HZ))
+        first = _gemm_s(m / most(m, 1e-9), n, k, chip, eff.gemm, weight_bits, dtype)
+        seconds = choose(m <= ROWS_APART, first + most(m - 1.0, 0.0) * each, seconds)
     if resident:
         return seconds
     # Float8 tiles count padded rows, but the floor is of the work that was asked for.

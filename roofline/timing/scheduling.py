@@ -33,6 +33,7 @@ class Scheduler:
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0
     remote_workers: bool = False  # each step is a remote call to the processes of the other devices
+    rows_apart: bool = False  # a few rows are multiplied with packed weights one by one
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -34,10 +35,13 @@ if TYPE_CHECKING:
 
 Kind = Literal["single", "batched", "prefill"]  # what sort of figure, for the interval of its prediction
 _VLLM_V1: Final = parse_version(REWRITES["vllm"][-1]) or ()
-_IN_FLIGHT: Final = 4  # chunks of prompts that follow each other through a pipeline before it drains (llama.cpp's)
+_IN_FLIGHT: Final = 4  # chunks of prompts that may be under way in a pipeline at once (llama.cpp's)
+_ONE_HOST: Final = ("llama.cpp", "transformers")  # engines that launch all stages of a pipeline from one thread
+_LAUNCHES: Final = 55  # of a layer of a prompt, unfused: seven products of four kernels each, attention, norms
+_QUEUED: Final = 1024  # launches that a CUDA stream takes before the host has to wait
 _RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
 _LIMITED: Final = 1.5  # of answers that a limit of 512 tokens cuts, over their mean of 350
-_PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16", "gguf-f16")
+_PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def _is_v1(case: Case, scheduler: Scheduler) -> bool:
 
 def _plan_prefill(case: Case, scheduler: Scheduler) -> Plan:
     batch = 1 if case.saturated else case.concurrency
-    groups = _pipelined(prefill_groups(batch, case.input_len, scheduler, case.prior_len), case.pp)
+    groups = _pipelined(prefill_groups(batch, case.input_len, scheduler, case.prior_len), case)
     if case.metric == "prefill_tok_s":
         return Plan(as_steps(groups), 0.0, float(batch * case.input_len), "prefill")
     if case.ttft_has_queueing and batch > 1:
@@ -126,11 +130,29 @@ def _earlier_waves(case: Case, scheduler: Scheduler) -> list[Group]:
     return _scaled(decode_groups(fitting, case.input_len + 1, output - 1), (waves - 1) / 2)
 
 
-def _pipelined(groups: Sequence[Group], stages: int) -> list[Group]:
-    """Chunks that follow each other through `stages` devices: all but the first and last overlap."""
-    chunks = min(_IN_FLIGHT, sum(group.times for group in groups))
-    share = (chunks + stages - 1) / (chunks * stages) if chunks > 1 else 1.0
+def _pipelined(groups: Sequence[Group], case: Case) -> list[Group]:
+    """Chunks that follow each other through the stages of a pipeline: each enters a period after the one before it."""
+    chunks = sum(group.times for group in groups)
+    if case.pp == 1 or chunks <= 1:
+        return list(groups)
+    share = (1 + (chunks - 1) * _period(case.pp, case.config.num_hidden_layers, case.engine in _ONE_HOST)) / chunks
     return [replace(group, times=group.times * share) for group in groups]
+
+
+def _period(stages: int, layers: int, one_host: bool) -> float:
+    """Between two chunks that follow each other, as a part of one chunk's way through all stages.
+
+    The stage with most layers, of which the output counts as one; but only so many chunks are under way. one_host: one
+    thread launches stage after stage. Where a stage has more launches than a stream's queue takes, the thread waits for
+    the device, so that it comes to the next chunk's first stage only once the rest of the last stage's is queued.
+    """
+    device = min(1.0, max(math.ceil((layers + 1) / stages) / layers, 1 / _IN_FLIGHT))
+    if not one_host:
+        return device
+    launches = layers / stages * _LAUNCHES
+    ahead = math.floor(_QUEUED / launches) + 1  # chunks, of which the last doesn't fit the queue
+    host = (stages - 1 + (ahead * launches - _QUEUED) / launches) / stages / ahead
+    return max(device, host)
 
 
 def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
@@ -151,7 +173,7 @@ def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
     fitting = batch if batch == 1 else max(1, min(batch, _fitting(case, scheduler)))
     waves = batch / fitting
     decodes = _scaled(decode_groups(fitting / stages, first, output - 1), waves)
-    prompts = _pipelined(prefill_groups(batch, case.input_len, scheduler), case.pp) if case.time_has_prefill else []
+    prompts = _pipelined(prefill_groups(batch, case.input_len, scheduler), case) if case.time_has_prefill else []
     chat = batch > 1 and not case.static_batch and _is_chat(case)
     turn = steady_groups(fitting, prompt, output, scheduler) if chat else [*prompts, *decodes]
     if case.metric == "tpot_ms":
@@ -247,12 +269,14 @@ def layout_of(
         fused_experts=(scheduler or Scheduler()).fused_experts,
         captured_context=(scheduler or Scheduler()).captured_context,
         remote_workers=(scheduler or Scheduler()).remote_workers,
+        rows_apart=(scheduler or Scheduler()).rows_apart,
     )
 
 
 def scheme_key(weights: str | WeightScheme, chip: Hardware) -> str:
     """The name under which a profile keeps a weight scheme's constants; empty for weights of 16 bits.
 
+    GGUF's 16 bits have a name, for llama.cpp multiplies one row with them in a kernel of its own, as it does all types.
     Where the chip lacks the narrow type of a scheme's products, kernels unpack the weights: they are kept apart.
     """
     scheme = scheme_of(weights) if isinstance(weights, str) else weights
@@ -277,6 +301,8 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         ep=case.ep > 1,
         scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),
     )
+    if case.engine in _ONE_HOST:
+        layout = replace(layout, hops=case.pp - 1)
     return step_terms(case.config, plan.steps, layout, chip, load_efficiency(chip)[0])
 
 

@@ -20,6 +20,7 @@ from roofline.count import distinct_experts
 from roofline.hardware import Hardware, Link
 from roofline.timing.efficiency import Efficiency
 from roofline.timing.kernels import (
+    ROWS_APART,
     TUNED_EXPERTS,
     allreduce_s,
     attention_decode_s,
@@ -48,7 +49,16 @@ SECONDS = (
     "collectives_large",
     "collectives_staged",
 )
-COUNTS = ("layers", "eager_layers", "prefill_layers", "sequences", "collective_calls", "remote_steps", "packed_calls")
+COUNTS = (
+    "layers",
+    "eager_layers",
+    "prefill_layers",
+    "sequences",
+    "collective_calls",
+    "remote_steps",
+    "packed_calls",
+    "hops",
+)
 _LARGE_BYTES = 48 << 20  # of a message, from where on collectives of some engines slow down
 _STAGED_BYTES = 1 << 20  # of a message over PCIe, from where on it goes through the host's memory
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
@@ -104,6 +114,8 @@ class Layout:
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
     remote_workers: bool = False  # each step is a remote call to the processes of the other devices
+    hops: int = 0  # from card to card on a token's way through the layers
+    rows_apart: bool = False  # a few rows are multiplied with packed weights one by one
 
 
 @dataclass(frozen=True)
@@ -158,12 +170,15 @@ class StepFold:
         self.experts()
         self.collectives()
         prefills = (steps.prompts > 0) * 1.0
+        if self.layout.rows_apart:  # the engine tells a prompt from decodes by its rows alone
+            prefills = prefills * (steps.tokens > ROWS_APART)
         self.values["layers"] += layers * (1 - prefills)
         sparse = float(len(self.config.sparse_layers))
         launches = layers + (SPARSE_LAUNCHES - 1) * sparse
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
+        self.values["hops"] += self.layout.hops * (1 - prefills)
         self.values["remote_steps"] += float(self.layout.remote_workers and self.layout.tp > 1)
         return Terms(self.values, self.least)
 
@@ -198,7 +213,9 @@ class StepFold:
         bias = n * 2.0 if op.name == "qkv_proj" and self.config.qkv_bias else 0.0
         compute = 2.0 * rows * n * k / self.peak(dtype)
         memory = (n * k * bits / 8 + bias) / self.bandwidth
-        seconds = gemm_s(rows, n, k, chip=self.chip, eff=self.eff, weight_bits=bits, dtype=dtype)
+        seconds = gemm_s(
+            rows, n, k, chip=self.chip, eff=self.eff, weight_bits=bits, dtype=dtype, rows_apart=self.layout.rows_apart
+        )
         seconds = self.np.maximum(seconds, self.np.maximum(compute, memory)) * layers * running
         by_memory = memory**2 / (memory**2 + compute**2)
         self.values["products_memory"] += seconds * by_memory
