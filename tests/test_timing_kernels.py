@@ -324,3 +324,17 @@ def test_products_in_float4_beat_those_in_float8(rows: float) -> None:
         for bits, dtype in ((4.5, "float4_e2m1fn"), (8.0, "float8_e4m3fn"))
     )
     assert narrow < wide
+
+
+def test_one_row_without_tensor_cores_waits_for_each_sms_loads() -> None:
+    """108 SMs of 10 GB/s load half of what an A100's memory could give them; more rows of 16 bits take tensor cores."""
+    chip = load_hardware("a100-80gb-sxm")
+    eff = load_efficiency(chip)[0]
+
+    def seconds(m: int, bits: float, apart: bool) -> float:
+        return float(gemm_s(m, 4096, 4096, chip=chip, eff=eff, weight_bits=bits, rows_apart=apart))
+
+    assert seconds(1, 16, True) == pytest.approx(4096 * 4096 * 2 / (108 * 1e10))
+    assert seconds(1, 16, True) > 1.3 * seconds(1, 16, False)
+    assert seconds(2, 16, True) == seconds(2, 16, False)
+    assert seconds(1, 4.5, True) >= 4096 * 4096 * 4.5 / 8 / (108 * 1e10)

@@ -115,7 +115,7 @@ class PhaseKernels:
         sums = {kind: values[f"products_{kind}"] for kind in ("memory", "compute")}
         both, floor = sums["memory"] + sums["compute"], least["products_memory"] + least["products_compute"]
         source = f"tiles and waves of its kernels, all layers (roofline.timing.kernels.gemm_s, {dtype})"
-        function = f"gemm_{dtype}_rows_apart_s" if self.layout.rows_apart and width < 16 else f"gemm_{dtype}_s"
+        function = f"gemm_{dtype}_rows_apart_s" if self.layout.rows_apart else f"gemm_{dtype}_s"
         calls = [scoped(ground, f"{function}({one}, {n}, {k}, {bits})", op.scope) for one in tokens]
         seconds = self.each(f"{op.name}.kernel_s", "s", calls, both, source, read)
         bias = f" + 2 * {n}" if op.name == "qkv_proj" and self.config.qkv_bias else ""

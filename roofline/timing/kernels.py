@@ -51,6 +51,8 @@ ROWS_APART: Final = 8  # most rows that llama.cpp takes through packed weights w
 # Packed weights that an SM unpacks and multiplies with one more row in a clock, where its int8 dot products alone could
 # take 256 (1 to 8 rows on an RTX 3090 in ggml-org/llama.cpp pull request 15802).
 _APART_WEIGHTS: Final = 50.0
+# What an SM loads in such a kernel: about 8 kB in flight for 0.8 us (llama.cpp's figures of RTX 3090, 4090 and A100).
+_APART_SM_BYTES_PER_S: Final = 1e10
 _UNKNOWN_CLOCK_HZ: Final = 1.7e9
 _FLOAT8_NARROW: Final = 1280  # columns up to which the float8 kernel takes its narrowest tile
 _OPERAND_BYTES: Final = {"float4_e2m1fn": 0.5 + 1 / 16}  # of an activation; with NVFP4's float8 scale of 16 of them
@@ -112,10 +114,13 @@ def gemm_s(
         seconds = _float8_gemm_s(m, n, k, chip, eff.float8_gemm, weight_bits, dtype)
     else:
         seconds = _gemm_s(m, n, k, chip, eff.gemm, weight_bits, dtype)
+    if rows_apart:
+        loads = n * k * weight_bits / 8 / (_APART_SM_BYTES_PER_S * _sms(chip))
+        seconds = choose(m <= (ROWS_APART if weight_bits < 16 else 1), most(seconds, loads), seconds)
     if rows_apart and weight_bits < 16:
         each = n * k / (_APART_WEIGHTS * _sms(chip) * (chip.boost_clock_hz or _UNKNOWN_CLOCK_HZ))
         first = _gemm_s(m / most(m, 1e-9), n, k, chip, eff.gemm, weight_bits, dtype)
-        seconds = choose(m <= ROWS_APART, first + most(m - 1.0, 0.0) * each, seconds)
+        seconds = choose(m <= ROWS_APART, most(first, loads) + most(m - 1.0, 0.0) * each, seconds)
     if resident:
         return seconds
     # Float8 tiles count padded rows, but the floor is of the work that was asked for.
