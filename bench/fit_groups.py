@@ -104,16 +104,12 @@ _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
 _V1: Final = Scheduler(2048, 256, mixes=True, charged_output=0.0, one_attention=True)
 _V1_SOURCE: Final = (
-    "vLLM V1 server, not on H100s: 2048 tokens and 256 sequences a step, prompts join decodes; a request enters when "
-    "its prompt fits the pool, and the last one pauses when the pool is full; one attention kernel for both"
+    "vLLM V1's server: 2048 tokens, 256 sequences a step; prompts join decodes in one kernel; a full pool pauses "
+    "the last"
 )
 _V1_LARGE: Final = replace(_V1, max_num_batched_tokens=8192, max_num_seqs=1024)
-_V1_LARGE_SOURCE: Final = _V1_SOURCE.replace(
-    "not on H100s: 2048 tokens and 256", "on cards of 70 GiB: 8192 tokens and 1024"
-)
-_V1_FULL_SOURCE: Final = (
-    f"{_V1_LARGE_SOURCE}; A100s are an exception by their name, but here tokens/s times the time of a token are 1000"
-)
+_V1_LARGE_SOURCE: Final = _V1_SOURCE.replace("server: 2048 tokens, 256", "server from 70 GiB on: 8192 tokens, 1024")
+_V1_FULL_SOURCE: Final = f"{_V1_LARGE_SOURCE}; so on A100s too, as tokens/s times the time of a token (1000) say"
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"

@@ -119,7 +119,7 @@ reported_memory: is not a known figure. Known: reported_memory_bytes
 
 s.bfloat16 -> s.bf16
 peak_flops_per_s.bf16: is not a JAX dtype name. Use one of bfloat16, float16, float32, float64, float8_e4m3fn,
-float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz, int8
+float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz, float4_e2m1fn, int8
 
 peak_bandwidth_bytes_per_s = -> measured_bandwidth_bytes_per_s =
 $PEAK: is missing. Add it under [figures]. $BYTES_PER_S

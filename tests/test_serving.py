@@ -31,6 +31,7 @@ from roofline.timing.scheduling import (
 )
 from roofline.timing.serving import case_terms, layout_of, plan_case, predict_case, scheduler_for, scheme_key
 from roofline.timing.step import Terms, step_terms
+from roofline.timing.ways import Ways
 from roofline.weight_schemes import scheme_of, stored_weight_bytes
 
 CONFIGS = [ModelConfig.from_hf(name) for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Qwen2.5-0.5B", "Llama-3.1-8B")]
@@ -231,7 +232,7 @@ def test_remote_workers_cost_once_a_step_and_only_where_there_are_some() -> None
     chip = load_hardware("a100-80gb-sxm")
     steps, slow = as_steps([Group(1, 4, 500), Group(1, prompts=2, chunk=300, reached=300)]), {"remote_step_s": 0.004}
     for tp, remote, expected in ((1, True, 0.0), (2, True, 0.004), (2, False, 0.0)):
-        layout = layout_of(CONFIGS[0], chip, scheme_of("bf16"), tp=tp, scheduler=Scheduler(remote_workers=remote))
+        layout = layout_of(CONFIGS[0], chip, scheme_of("bf16"), tp=tp, ways=Ways(remote_workers=remote))
         terms = step_terms(CONFIGS[0], steps, layout, chip, load_efficiency(chip)[0])
         added = step_seconds(terms, Engine(slow)) - step_seconds(terms, Engine({"remote_step_s": 0.0}))
         assert added == pytest.approx([expected, expected], abs=1e-12)
@@ -275,7 +276,7 @@ def test_a_few_rows_of_packed_weights_are_multiplied_one_by_one() -> None:
     assert nine[1] == nine[0]
     assert gemm_s(8, 4096, 4096, chip=chip, eff=eff, rows_apart=True) == gemm_s(8, 4096, 4096, chip=chip, eff=eff)
     chunks = [Group(1, prompts=1, chunk=tokens, reached=tokens) for tokens in (8, 9)]
-    terms = terms_of(CONFIGS[0], chunks, Scheduler(rows_apart=True))
+    terms = terms_of(CONFIGS[0], chunks, Ways(rows_apart=True))
     assert terms.values["prefill_layers"].tolist() == [0, 28]
     assert terms.values["layers"].tolist() == [28, 0]
 
@@ -298,7 +299,7 @@ def test_without_flash_decoding_each_query_head_reads_the_cache() -> None:
         step_terms(
             config,
             steps,
-            layout_of(config, chip, scheme_of("bf16"), scheduler=Scheduler(flash_decode=flash)),
+            layout_of(config, chip, scheme_of("bf16"), ways=Ways(flash_decode=flash)),
             chip,
             load_efficiency(chip)[0],
         )
@@ -323,17 +324,15 @@ def test_a_longer_prompt_a_larger_batch_or_wider_weights_take_longer() -> None:
     assert slow < two < 2 * slow
 
 
-def terms_of(config: ModelConfig, groups: list[Group], scheduler: Scheduler) -> Terms:
+def terms_of(config: ModelConfig, groups: list[Group], ways: Ways) -> Terms:
     chip = load_hardware("a100-80gb-sxm")
-    layout = layout_of(config, chip, scheme_of("bf16"), scheduler=scheduler)
+    layout = layout_of(config, chip, scheme_of("bf16"), ways=ways)
     return step_terms(config, as_steps(groups), layout, chip, load_efficiency(chip)[0])
 
 
 def test_fused_experts_of_one_token_are_two_products_and_of_more_tokens_grouped_ones() -> None:
     config, groups = ModelConfig.from_hf("Mixtral-8x7B-v0.1"), [Group(1, 1, 100), Group(1, 2, 100)]
-    grouped, fused = (
-        terms_of(config, groups, Scheduler(fused_experts=on)).values["experts_tuned"] for on in (False, True)
-    )
+    grouped, fused = (terms_of(config, groups, Ways(fused_experts=on)).values["experts_tuned"] for on in (False, True))
     chip = load_hardware("a100-80gb-sxm")
     eff = load_efficiency(chip)[0]
     products = gemm_s(1, 4 * 14336, 4096, chip=chip, eff=eff) + gemm_s(1, 2 * 4096, 14336, chip=chip, eff=eff)
@@ -345,8 +344,7 @@ def test_fused_experts_of_one_token_are_two_products_and_of_more_tokens_grouped_
 def test_a_cache_that_is_copied_to_grow_is_read_and_written_once_more() -> None:
     config = ModelConfig.from_hf("Llama-2-7b-hf")  # a KV head for each query head: nothing is repeated
     kept, copied = (
-        terms_of(config, [Group(1, 1, 8192)], Scheduler(repeats_kv=on)).values["attention_decode"][0]
-        for on in (False, True)
+        terms_of(config, [Group(1, 1, 8192)], Ways(repeats_kv=on)).values["attention_decode"][0] for on in (False, True)
     )
     cache = 8192 * count_kv_bytes_per_token(config)
     chip = load_hardware("a100-80gb-sxm")
@@ -438,7 +436,7 @@ def test_prompts_cost_decodes_that_share_their_kernel() -> None:
         one: step_terms(
             config,
             steps,
-            layout_of(config, chip, scheme_of("bf16"), scheduler=Scheduler(one_attention=one)),
+            layout_of(config, chip, scheme_of("bf16"), ways=Ways(one_attention=one)),
             chip,
             load_efficiency(chip)[0],
         ).values["attention_decode"]

@@ -130,7 +130,7 @@ class _Engine:
         """Adds the kinds of steps of a phase; the formula of the phase's time."""
         ground, scheduler = self.ground, self.profile.scheduler
         policy, tp = ground.policy, ground.mesh.tp
-        layout = layout_of(ground.config, self.chip, self.scheme, tp=tp, kv_dtype=policy.kv, scheduler=scheduler)
+        layout = layout_of(ground.config, self.chip, self.scheme, tp=tp, kv_dtype=policy.kv, ways=scheduler)
         steps = as_steps(groups)
         recorder = Recorder(ground.config, steps, replace(layout, experts=counted), self.chip, self.eff)
         kernels = PhaseKernels(ground, key, steps, recorder, Constants(self.nodes, self.chip, self.eff))

@@ -115,7 +115,7 @@ class PhaseKernels:
         sums = {kind: values[f"products_{kind}"] for kind in ("memory", "compute")}
         both, floor = sums["memory"] + sums["compute"], least["products_memory"] + least["products_compute"]
         source = f"tiles and waves of its kernels, all layers (roofline.timing.kernels.gemm_s, {dtype})"
-        function = f"gemm_{dtype}_rows_apart_s" if self.layout.rows_apart else f"gemm_{dtype}_s"
+        function = f"gemm_{dtype}_rows_apart_s" if self.layout.ways.rows_apart else f"gemm_{dtype}_s"
         calls = [scoped(ground, f"{function}({one}, {n}, {k}, {bits})", op.scope) for one in tokens]
         seconds = self.each(f"{op.name}.kernel_s", "s", calls, both, source, read)
         bias = f" + 2 * {n}" if op.name == "qkv_proj" and self.config.qkv_bias else ""
@@ -206,10 +206,10 @@ class PhaseKernels:
         """Call and floor of the layers with one window, of decode steps."""
         context, stored = self.context[index], _KV_HEADS
         seen = f"min({context}, {window})" if window else context
-        copied = _HEADS if self.layout.repeats_kv or not self.layout.flash_decode else stored
+        copied = _HEADS if self.layout.ways.repeats_kv or not self.layout.ways.flash_decode else stored
         work, moved = f"4 * B * {_HEADS} * H * {seen}", f"B * {seen} * {_CACHE_ROW}"
         call = f"attention_decode_s(B, {seen}, {_HEADS}, {copied}, H, bits.kv / 8)"
-        if self.layout.repeats_kv:
+        if self.layout.ways.repeats_kv:
             call = f"({call} + 2 * {moved} / ({self.speed} * {GROWN_FRACTION}))"
         call = f"{call} * {layers}"
         return call, f"max({work} / {peak}, {moved} / {self.speed}) * {layers}"
@@ -234,7 +234,7 @@ class PhaseKernels:
         bits, peak, narrow = self._bits(op, width), self._peak("bfloat16"), self._peak(self.layout.compute_dtype)
         # Devices share each expert's width, or the experts.
         each, whole = ("F_experts", " / tp") if self.layout.expert_parallel else ("F_experts / tp", "")
-        fused = [self.layout.fused_experts and tokens <= 1 for tokens in self.steps.tokens]
+        fused = [self.layout.ways.fused_experts and tokens <= 1 for tokens in self.steps.tokens]
         calls, floors, shares, values = [], [], [], []
         for index, (tokens, distinct) in enumerate(zip(self.tokens, self._distinct(), strict=True)):
             rows = f"{tokens} * A{whole}"

@@ -48,7 +48,7 @@ def expect_requests(
     """
     scheduler, engine = choice.profile.scheduler, choice.profile.engine_constants
     scheme = policy.scheme or scheme_of(policy.weight)
-    layout = layout_of(config, chip, scheme, tp=tp, kv_dtype=policy.kv, scheduler=scheduler)
+    layout = layout_of(config, chip, scheme, tp=tp, kv_dtype=policy.kv, ways=scheduler)
     eff = load_efficiency(chip)[0]
 
     def times(each: list[list[Group]], counted: float | None) -> Any:

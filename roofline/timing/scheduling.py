@@ -12,28 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roofline.timing.step import Steps
+from roofline.timing.ways import Ways
 
 SAMPLES = 12  # contexts at which a long run of decode steps is timed; between them time is all but linear
 
 
 @dataclass(frozen=True)
-class Scheduler:
+class Scheduler(Ways):
     """How an engine fills a step: tokens of prompts in it, sequences at once, and whether prompts join decodes."""
 
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     mixes: bool = True  # chunks of prompts run in the same step as decodes
     charged_output: float = 0.5  # of a request's output for which the KV pool needs room before it enters
-    captured_context: float = math.inf  # longest context of a decode step that runs as a CUDA graph; 0: none does
-    flash_attention: bool = True
-    flash_decode: bool = True  # else each query head of a decode step reads the keys by itself, without tensor cores
-    one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
-    repeats_kv: bool = False  # decode steps copy the cache to add a token, and then for each query head
-    fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     long_context: float = math.inf  # requests longer than this have their prompts cut into chunks of `long_chunk`
     long_chunk: int = 0
-    remote_workers: bool = False  # each step is a remote call to the processes of the other devices
-    rows_apart: bool = False  # a few rows are multiplied with packed weights one by one
 
 
 @dataclass(frozen=True)

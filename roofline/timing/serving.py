@@ -27,6 +27,7 @@ from roofline.timing.scheduling import (
     steady_groups,
 )
 from roofline.timing.step import Layout, Steps, Terms, step_terms
+from roofline.timing.ways import Ways
 from roofline.vllm_memory import batch_limits, parse_version
 from roofline.weight_schemes import WeightScheme, op_weight_bits, scheme_of
 
@@ -250,7 +251,7 @@ def layout_of(
     kv_dtype: str | None = None,
     dp: bool = False,
     ep: bool = False,
-    scheduler: Scheduler | None = None,
+    ways: Ways | None = None,
 ) -> Layout:
     """How a model in a weight scheme lies on `tp` devices."""
     check_mesh(config, Mesh(tp=tp))
@@ -262,14 +263,7 @@ def layout_of(
         op_weight_bits(config, scheme),
         compute_dtype_of(scheme, chip),
         kv_bytes,
-        flash_attention=(scheduler or Scheduler()).flash_attention,
-        one_attention=(scheduler or Scheduler()).one_attention,
-        flash_decode=(scheduler or Scheduler()).flash_decode,
-        repeats_kv=(scheduler or Scheduler()).repeats_kv,
-        fused_experts=(scheduler or Scheduler()).fused_experts,
-        captured_context=(scheduler or Scheduler()).captured_context,
-        remote_workers=(scheduler or Scheduler()).remote_workers,
-        rows_apart=(scheduler or Scheduler()).rows_apart,
+        ways=ways or Ways(),
     )
 
 
@@ -299,7 +293,7 @@ def case_terms(case: Case, plan: Plan, scheduler: Scheduler) -> Terms:
         kv_dtype=kv_dtype_of(case),
         dp=case.attention_dp,
         ep=case.ep > 1,
-        scheduler=replace(scheduler, captured_context=captured, flash_attention=flash),
+        ways=replace(scheduler, captured_context=captured, flash_attention=flash),
     )
     if case.engine in _ONE_HOST:
         layout = replace(layout, hops=case.pp - 1)

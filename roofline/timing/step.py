@@ -30,6 +30,7 @@ from roofline.timing.kernels import (
     gemm_s,
     moe_s,
 )
+from roofline.timing.ways import Ways
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,15 +108,8 @@ class Layout:
     compute_dtype: str = "bfloat16"  # of the products with narrow weights
     kv_bytes: float = 2.0
     experts: float | None = None  # distinct experts of a layer and step where they were counted
-    flash_attention: bool = True  # else a prompt's scores are written out
-    flash_decode: bool = True  # else each query head of a decode step reads the keys by itself, without tensor cores
-    one_attention: bool = False  # prompts and the decodes that they join run in one attention kernel
-    repeats_kv: bool = False  # a decode step copies the cache to add its token, and then for each query head
-    fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
-    captured_context: float = float("inf")  # decode steps that attend more are launched op by op, not as CUDA graphs
-    remote_workers: bool = False  # each step is a remote call to the processes of the other devices
+    ways: Ways = field(default_factory=Ways)
     hops: int = 0  # from card to card on a token's way through the layers
-    rows_apart: bool = False  # a few rows are multiplied with packed weights one by one
 
 
 @dataclass(frozen=True)
@@ -170,16 +164,16 @@ class StepFold:
         self.experts()
         self.collectives()
         prefills = (steps.prompts > 0) * 1.0
-        if self.layout.rows_apart:  # the engine tells a prompt from decodes by its rows alone
+        if self.layout.ways.rows_apart:  # the engine tells a prompt from decodes by its rows alone
             prefills = prefills * (steps.tokens > ROWS_APART)
         self.values["layers"] += layers * (1 - prefills)
         sparse = float(len(self.config.sparse_layers))
         launches = layers + (SPARSE_LAUNCHES - 1) * sparse
-        self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.captured_context)
+        self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.ways.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
         self.values["hops"] += self.layout.hops * (1 - prefills)
-        self.values["remote_steps"] += float(self.layout.remote_workers and self.layout.tp > 1)
+        self.values["remote_steps"] += float(self.layout.ways.remote_workers and self.layout.tp > 1)
         return Terms(self.values, self.least)
 
     def peak(self, dtype: str) -> float:
@@ -214,7 +208,14 @@ class StepFold:
         compute = 2.0 * rows * n * k / self.peak(dtype)
         memory = (n * k * bits / 8 + bias) / self.bandwidth
         seconds = gemm_s(
-            rows, n, k, chip=self.chip, eff=self.eff, weight_bits=bits, dtype=dtype, rows_apart=self.layout.rows_apart
+            rows,
+            n,
+            k,
+            chip=self.chip,
+            eff=self.eff,
+            weight_bits=bits,
+            dtype=dtype,
+            rows_apart=self.layout.ways.rows_apart,
         )
         seconds = self.np.maximum(seconds, self.np.maximum(compute, memory)) * layers * running
         by_memory = memory**2 / (memory**2 + compute**2)
@@ -254,49 +255,71 @@ class StepFold:
         return 2 * self.heads()[1] * self.config.head_dim * self.layout.kv_bytes
 
     def attention(self) -> None:
-        steps, np = self.steps, self.np
-        heads, kv_heads, share = self.heads()
-        sizes: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "kv_bytes": self.layout.kv_bytes}
-        peak, width = self.peak("bfloat16"), self.config.head_dim
+        steps, np, ways = self.steps, self.np, self.layout.ways
+        both = (steps.decodes > 0) & (steps.prompts > 0)
         for window, layers in Counter(self.config.sliding_windows).items():
-            context = steps.context if window is None else np.minimum(steps.context, window)
-            reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
-            batch, decoding = np.maximum(steps.decodes * share, 1e-9), steps.decodes > 0
-            stored = heads if self.layout.repeats_kv or not self.layout.flash_decode else kv_heads
-            seconds = attention_decode_s(batch, np.maximum(context, 1), heads, stored, width, **sizes)
-            flops = 4.0 * steps.decodes * share * heads * width * context
-            moved = steps.decodes * share * context * self.kv_row_bytes()
-            # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
-            least = np.maximum(flops / peak, moved / self.bandwidth)
-            if self.layout.repeats_kv:
-                seconds = seconds + 2 * moved / (self.bandwidth * GROWN_FRACTION)
-            decode_s, decode_least = seconds * decoding, least
-
-            prompts, prefilling = np.maximum(steps.prompts * share, 1e-9), steps.prompts > 0
-            chunk = np.maximum(steps.chunk, 1)
-            pairs = steps.chunk * steps.reached - steps.chunk * (steps.chunk - 1) / 2
-            if window is not None:
-                pairs = _windowed(np, steps.reached, window) - _windowed(np, steps.reached - steps.chunk, window)
-            seconds = attention_prefill_s(prompts, chunk, np.maximum(reached, chunk), heads, kv_heads, width, **sizes)
-            # A few new tokens of each prompt: their query heads share a pass over the cache, as in a decode step.
-            passes = np.maximum(1.0, chunk * heads / kv_heads / SHARED_ROWS)
-            shared = attention_decode_s(prompts, np.maximum(reached, 1), heads, kv_heads, width, **sizes) * passes
-            seconds = np.minimum(seconds, shared)
-            flops = 4.0 * steps.prompts * share * heads * width * pairs
-            moved = steps.prompts * share * reached * self.kv_row_bytes()
-            least = np.maximum(flops / peak, moved / self.bandwidth)
-            name = "attention_prefill" if self.layout.flash_attention else "attention_plain"
-            self.values[name] += np.maximum(seconds * prefilling, least) * layers
-            self.least[name] += least * layers
-            both = decoding & prefilling
-            if self.layout.one_attention and both.any():
-                work = (prompts, chunk, np.maximum(reached, chunk), batch, np.maximum(context, 1))
-                together = attention_mixed_s(*work, heads, kv_heads, width, **sizes)
-                decode_s = np.where(both, together - seconds, decode_s)
-            flash = self.layout.flash_attention and self.layout.flash_decode
-            name = "attention_decode" if flash else "attention_plain_decode"
+            decode_s, decode_least = self.decode_attention(window)
+            prompt_s, prompt_least = self.prompt_attention(window)
+            if ways.one_attention and both.any():
+                decode_s = np.where(both, self.joint_attention_s(window) - prompt_s, decode_s)
+            name = "attention_prefill" if ways.flash_attention else "attention_plain"
+            self.values[name] += np.maximum(prompt_s, prompt_least) * layers
+            self.least[name] += prompt_least * layers
+            name = "attention_decode" if ways.flash_attention and ways.flash_decode else "attention_plain_decode"
             self.values[name] += np.maximum(decode_s, decode_least) * layers
             self.least[name] += decode_least * layers
+
+    def attended(self, window: int | None) -> tuple[Any, Any, Any, Any, Any]:
+        """Prompts, new tokens of each, tokens that they reach, decodes and their context, with a layer's window."""
+        steps, np, share = self.steps, self.np, self.heads()[2]
+        context = steps.context if window is None else np.minimum(steps.context, window)
+        reached = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
+        chunk = np.maximum(steps.chunk, 1)
+        prompts, decodes = (np.maximum(rows * share, 1e-9) for rows in (steps.prompts, steps.decodes))
+        return prompts, chunk, np.maximum(reached, chunk), decodes, np.maximum(context, 1)
+
+    def attention_sizes(self) -> dict[str, Any]:
+        return {"chip": self.chip, "eff": self.eff, "kv_bytes": self.layout.kv_bytes}
+
+    def decode_attention(self, window: int | None) -> tuple[Any, Any]:
+        """Seconds and least seconds of one layer's decodes."""
+        steps, np, ways = self.steps, self.np, self.layout.ways
+        (heads, kv_heads, share), width = self.heads(), self.config.head_dim
+        _, _, _, batch, seen = self.attended(window)
+        stored = heads if ways.repeats_kv or not ways.flash_decode else kv_heads
+        seconds = attention_decode_s(batch, seen, heads, stored, width, **self.attention_sizes())
+        context = steps.context if window is None else np.minimum(steps.context, window)
+        flops = 4.0 * steps.decodes * share * heads * width * context
+        moved = steps.decodes * share * context * self.kv_row_bytes()
+        if ways.repeats_kv:
+            seconds = seconds + 2 * moved / (self.bandwidth * GROWN_FRACTION)
+        # Scores and values are two ops to the roofline; each takes half of the FLOPs and of the bytes.
+        return seconds * (steps.decodes > 0), np.maximum(flops / self.peak("bfloat16"), moved / self.bandwidth)
+
+    def prompt_attention(self, window: int | None) -> tuple[Any, Any]:
+        """Seconds and least seconds of one layer's prompts."""
+        steps, np = self.steps, self.np
+        (heads, kv_heads, share), width = self.heads(), self.config.head_dim
+        prompts, chunk, reached, _, _ = self.attended(window)
+        sizes = self.attention_sizes()
+        seconds = attention_prefill_s(prompts, chunk, reached, heads, kv_heads, width, **sizes)
+        # A few new tokens of each prompt: their query heads share a pass over the cache, as in a decode step.
+        passes = np.maximum(1.0, chunk * heads / kv_heads / SHARED_ROWS)
+        shared = attention_decode_s(prompts, reached, heads, kv_heads, width, **sizes) * passes
+        pairs = steps.chunk * steps.reached - steps.chunk * (steps.chunk - 1) / 2
+        if window is not None:
+            pairs = _windowed(np, steps.reached, window) - _windowed(np, steps.reached - steps.chunk, window)
+        flops = 4.0 * steps.prompts * share * heads * width * pairs
+        seen = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
+        moved = steps.prompts * share * seen * self.kv_row_bytes()
+        least = np.maximum(flops / self.peak("bfloat16"), moved / self.bandwidth)
+        return np.minimum(seconds, shared) * (steps.prompts > 0), least
+
+    def joint_attention_s(self, window: int | None) -> Any:
+        """Seconds of one layer's prompts and decodes in one kernel."""
+        heads, kv_heads, _ = self.heads()
+        work = self.attended(window)
+        return attention_mixed_s(*work, heads, kv_heads, self.config.head_dim, **self.attention_sizes())
 
     def experts(self) -> None:
         config, layout, np = self.config, self.layout, self.np
@@ -314,7 +337,7 @@ class StepFold:
         bits = layout.weight_bits.get("experts_gate_up_proj", 16.0)
         kernels: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits, "rows": rows}
         seconds = moe_s(tokens, hidden, width, per_token, config.num_experts / spread, here, **kernels)
-        if layout.fused_experts:
+        if layout.ways.fused_experts:
             products: dict[str, Any] = {"chip": self.chip, "eff": self.eff, "weight_bits": bits}
             fused = gemm_s(1.0, 2.0 * width * per_token / spread, hidden, **products)
             fused += gemm_s(1.0, hidden * per_token / spread, width, **products)
