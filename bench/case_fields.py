@@ -105,6 +105,10 @@ def gpu_of(text: str, source: str = "") -> Gpu:
     raise InputError("gpu", text, "is not a GPU of the catalogue", "`roofline hardware` lists the known ones")
 
 
+# The first number of a year among llama.cpp's issues and pull requests, which are counted together; to within a month.
+_PULLS_OF_YEARS: Final = ((18500, "2026"), (11000, "2025"), (4700, "2024"))
+
+
 def engine_of(text: str) -> str:
     """The engine that a `framework` cell names, one of ENGINES."""
     lowered = text.lower()
@@ -114,8 +118,11 @@ def engine_of(text: str) -> str:
     raise InputError("framework", text, "is not a known engine", f"Known: {', '.join(ENGINES)}")
 
 
-def version_of(text: str) -> str:
-    """The version that a `framework_version` cell gives, empty where it says that it doesn't know."""
+def version_of(text: str, source: str = "") -> str:
+    """The version that a `framework_version` cell gives; of a llama.cpp pull request its year; empty where unknown."""
+    pull = re.search(r"ggml-org/llama\.cpp#(\d+)", source)
+    if pull and re.match(r"\s*see pr\b", text, re.I):
+        return next((year for first, year in _PULLS_OF_YEARS if int(pull[1]) >= first), "2023")
     unsaid = re.match(r"\s*(not (stated|in excerpt|in csv)|see pr|unknown|n/?a\b)", text, re.I)
     return "" if unsaid else re.sub(r"\s*\((not in CSV|build not in table)\)", "", text, flags=re.I).strip()
 

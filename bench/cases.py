@@ -215,7 +215,7 @@ def _memory_case(name: str, grade: str, row: Mapping[str, str]) -> MemoryCase:
     cell = row["batch_or_concurrency"]
     return MemoryCase(
         id=name, grade=grade, model=row["model"].strip(), config=config, hardware=chip, engine=engine,
-        engine_version=version_of(row["framework_version"]), weights=weights,
+        engine_version=version_of(row["framework_version"], row["source"]), weights=weights,
         scheme=checkpoint_scheme(row["model"]) or scheme_of(weights), metric=row["metric"].strip(),
         measured=measured, tp=tp, pp=pp, batch=batch_of(cell).concurrency if cell.strip() else 1,
         input_len=length_of("input_len", row["input_len"]), output_len=length_of("output_len", row["output_len"]),

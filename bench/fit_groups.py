@@ -126,6 +126,7 @@ _LLAMA: Final = Scheduler(
 _LLAMA_SOURCE: Final = "llama.cpp: micro-batches of 512 tokens; up to 8 rows of packed weights one by one"
 # llama-bench neither schedules nor samples: a step builds its graph and copies the logits of one token.
 _LLAMA_USUAL: Final = {"prefill_host_layer_s": (5e-5, 5e-5), "step_s": (3e-4, 2e-4)}
+_LLAMA_2025_SOURCE: Final = f"{_LLAMA_SOURCE}; a build of 2025: decodes as CUDA graphs, prompts by int8 tensor cores"
 _COMPILED: Final = {"prefill_host_layer_s": (3e-5, 5e-5)}  # no Python between the launches of a prompt's step
 _BATCH: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=1024, mixes=False)
 _FUSED: Final = replace(_BATCH, fused_experts=True)
@@ -183,6 +184,8 @@ GROUPS: Final = (
     Group("llama.cpp", ("2024",), "a100", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-3090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("2024", ""), "rtx-4090", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
+    Group("llama.cpp", ("2025",), "rtx-3090", _LLAMA, _LLAMA_2025_SOURCE, _LLAMA_USUAL),
+    Group("llama.cpp", ("2025",), "rtx-4090", _LLAMA, _LLAMA_2025_SOURCE, _LLAMA_USUAL),
     Group("llama.cpp", ("",), "rtx-3080", _LLAMA, _LLAMA_SOURCE, _LLAMA_USUAL),
     Group(
         "transformers",

@@ -71,7 +71,7 @@ def time_case(
     is_window = context_of(note) is not None and metric == "throughput_out_tok_s"
     case = Case(
         id=name, grade=grade, model=row["model"].strip(), config=config, hardware=gpu.id, engine=engine,
-        engine_version=version_of(row["framework_version"]), weights=weights,
+        engine_version=version_of(row["framework_version"], row["source"]), weights=weights,
         metric="decode_tok_s" if is_window else metric, measured=measured,
         input_len=input_len, output_len=output_len, concurrency=batch.concurrency, saturated=batch.saturated,
         requests=batch.requests, kv_dtype=kv_dtype, tp=tp, pp=pp, ep=tp if notes.expert_parallel else 1,

@@ -116,6 +116,15 @@ def test_a_version_that_is_not_stated_is_empty(bench: Modules, text: str, versio
 
 
 @pytest.mark.parametrize(
+    ("text", "pull", "version"),
+    [("see PR", 4766, "2024"), ("see PR", 15131, "2025"), ("see PR", 99, "2023"), ("b4500", 15131, "b4500")],
+)
+def test_a_pull_request_of_llama_cpp_tells_its_year(bench: Modules, text: str, pull: int, version: str) -> None:
+    assert bench["case_fields"].version_of(text, f"ggml-org/llama.cpp#{pull}") == version
+    assert bench["case_fields"].version_of("see PR", f"someone/else#{pull}") == ""
+
+
+@pytest.mark.parametrize(
     ("text", "layers", "hidden"),
     [
         ("Qwen/Qwen2.5-7B-Instruct", 28, 3584),
