@@ -89,7 +89,7 @@ def test_qwen_2_5_7b_on_a_4090_as_somebody_measured_it() -> None:
         ("vllm", "a100-40gb-sxm", "0.6.3", "vllm-0.6-a100"),
         ("vllm", "h100-sxm", "0.7.3", "vllm-0.7-h100"),
         ("vllm", "l40s", "0.19", "vllm-0.19-rtx-4090"),
-        ("llama.cpp", "a6000", "", "llama.cpp-2024-rtx-3090"),
+        ("llama.cpp", "a6000", "", "llama.cpp-2025-rtx-3090"),
         ("llama.cpp", "rtx-4090", "b4567", "llama.cpp-2024-rtx-4090"),
         ("llama.cpp", "rtx-3090", "b3000", "llama.cpp-2024-rtx-3090"),
         ("gpt-fast", "h100-sxm", "", "gpt-fast-2024-a100"),
