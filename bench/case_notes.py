@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from roofline.timing.case import Lengths
+from roofline.vllm_memory import parse_version
 
 SETTINGS: Final = ("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "cuda_graphs")
 
 _RANDOM_PROMPTS: Final = (0, 6, 5)  # the vLLM from which on its throughput benchmark draws the tokens of prompts
-_FLASH_PULL: Final = (
-    15434  # llama.cpp's pull request (August 2025) from which on FlashAttention is used wherever it can
-)
+_FLASH_PULL: Final = 15434  # llama.cpp's (August 2025) from which on FlashAttention is used wherever it can
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,8 @@ def _repeats_a_token(note: str, version: str, engine: str) -> bool:
     """Whether all prompts are one token over and over, as of vLLM's script until 0.6.4 (see its pull request 10753)."""
     if engine != "vllm" or not _says(r"benchmark_throughput(\.py)? .*--input-len", note):
         return False
-    number = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
-    return number is not None and tuple(int(part or 0) for part in number.groups()) < _RANDOM_PROMPTS
+    numbers = parse_version(version)
+    return numbers is not None and numbers < _RANDOM_PROMPTS
 
 
 def _flash_attention(note: str, source: str, engine: str) -> bool | None:
