@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from roofline.hardware import load_hardware
 from roofline.timing.case import Case
 from roofline.timing.scheduling import Scheduler
+from roofline.timing.serving import vllm_v1_scheduler
 
 FREE: Final = (
     "products_memory",
@@ -102,12 +104,12 @@ _CAPTURED_SOURCE: Final = (
 )
 _V06: Final = Scheduler(32768, 256, mixes=False, long_context=32768, long_chunk=512)
 _V06_SOURCE: Final = f"{_V0_SOURCE}; beyond 32768 tokens chunks of 512 (chunked prefill switched on by itself)"
-_V1: Final = Scheduler(2048, 256, mixes=True, charged_output=0.0, one_attention=True)
+_V1: Final = vllm_v1_scheduler(load_hardware("rtx-4090"))
 _V1_SOURCE: Final = (
     "vLLM V1's server: 2048 tokens, 256 sequences a step; prompts join decodes in one kernel; a full pool pauses "
     "the last"
 )
-_V1_LARGE: Final = replace(_V1, max_num_batched_tokens=8192, max_num_seqs=1024)
+_V1_LARGE: Final = vllm_v1_scheduler(load_hardware("rtx-pro-6000"))
 _V1_LARGE_SOURCE: Final = _V1_SOURCE.replace("server: 2048 tokens, 256", "server from 70 GiB on: 8192 tokens, 1024")
 _V1_FULL_SOURCE: Final = f"{_V1_LARGE_SOURCE}; so on A100s too, as tokens/s times the time of a token (1000) say"
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)

@@ -18,9 +18,9 @@ from fit_write import Held, any_intervals, group_intervals, in_sample
 from fold_keys import model_name, setting_fold, source_name
 from scored import Scored
 
-from roofline.profile import KINDS
+from roofline.profile import KINDS, Choice, Profile
 from roofline.timing.case import Case
-from roofline.timing.serving import figure
+from roofline.timing.serving import figures
 
 KEYS: Final[Mapping[str, Callable[[Case], str]]] = {
     "setting": setting_fold,
@@ -29,6 +29,7 @@ KEYS: Final[Mapping[str, Callable[[Case], str]]] = {
     "gpu": lambda case: case.hardware,
 }
 ELSEWHERE: Final = "elsewhere"
+_OF_INTERVALS: Final = ("model", "source", "gpu")  # folds whose errors intervals are made from
 Interval = tuple[float, float]
 
 
@@ -36,7 +37,7 @@ def score_held_out(path: Path, by: str) -> dict[str, list[Scored]]:
     """The rows of a file by kind of figure, `elsewhere` for those without a profile of their own; skipped under ""."""
     rows, left = read_groups(path)
     fitted = fit_all(rows)
-    errors = {name: hold_out(rows, fitted, key) for name, key in KEYS.items()}
+    errors = {name: hold_out(rows, fitted, KEYS[name]) for name in dict.fromkeys((by, *_OF_INTERVALS))}
     scored = scored_folds(rows, fitted, errors, by)
     skipped = [line.partition(": ") for line in left]
     return {**scored, "": [Scored(name, skipped=reason) for name, _, reason in skipped]}
@@ -53,7 +54,7 @@ def scored_folds(rows: Rows, fitted: Fitted, errors: Mapping[str, Sequence[Held]
         made = {name: intervals_of(name, own, others) for name in {held.profile for held in fold}}
         for held in fold:
             kind = held.row.plan.kind
-            found[ELSEWHERE if held.nearest else kind].append(_scored(held, _interval(made[held.profile], kind, held)))
+            found[ELSEWHERE if held.nearest else kind].append(_scored(held, made[held.profile]))
     return found
 
 
@@ -66,20 +67,10 @@ def intervals_of(profile: str, seen: Sequence[Held], errors: Mapping[str, Sequen
     return group_intervals(group, own, errors["model"], errors["gpu"])
 
 
-def _interval(intervals: Mapping[str, Interval], kind: str, held: Held) -> Interval:
-    """As `roofline.profile.Choice` has it: a profile that is only the nearest has its wider one too."""
-    fast, slow = intervals[kind]
-    if not held.nearest:
-        return fast, slow
-    return min(fast, intervals[ELSEWHERE][0]), max(slow, intervals[ELSEWHERE][1])
-
-
-def _scored(held: Held, interval: Interval) -> Scored:
-    row = held.row
-    seconds = row.measured_s * math.exp(held.error)
-    least = float(row.plan.steps.times @ row.terms.bound_s)
-    times = (seconds, max(least, seconds * interval[0]), seconds * interval[1])
-    expected, first, second = (figure(row.plan, one) for one in times)
+def _scored(held: Held, intervals: Mapping[str, Interval]) -> Scored:
+    row, usual = held.row, {kind: intervals[kind] for kind in KINDS}
+    profile = Profile(held.profile, "", "", intervals=usual, elsewhere=intervals[ELSEWHERE])
+    interval = Choice(profile, held.nearest, "").interval(row.plan.kind)
+    expected, low, high = figures(row.plan, row.terms, row.measured_s * math.exp(held.error), interval)
     origin = f"profile {held.profile} without it" + (", the nearest" if held.nearest else "")
-    low, high = min(first, second), max(first, second)
     return Scored(row.case.id, row.case, expected, low, high, provenance=origin)

@@ -108,13 +108,9 @@ class EngineSettings:
 def batch_limits(hardware: Hardware, usage: Usage = "server") -> tuple[int, int]:
     """Tokens and sequences of one step that vLLM since 0.8 (V1) takes by default; larger cards get more, not A100s."""
     batching = _data()["batching"]
-    large = _is_large(hardware, batching)
+    large = hardware.usable_memory_bytes >= batching["large_bytes"] and "a100" not in hardware.id
     size = "_large" if large else ""
     return int(batching[f"{usage}_tokens{size}"]), int(batching[f"seqs{size}"])
-
-
-def _is_large(hardware: Hardware, batching: dict[str, Any]) -> bool:
-    return bool(hardware.usable_memory_bytes >= batching["large_bytes"] and "a100" not in hardware.id)
 
 
 def engine_memory(
@@ -132,13 +128,10 @@ def engine_memory(
     Leaves out LoRA, speculative and multimodal parts, and what other processes hold on the device.
     """
     mesh = mesh or Mesh()
-    rules, constants, batching = _rules(settings.version), _data()["constants"], _data()["batching"]
+    rules, constants = _rules(settings.version), _data()["constants"]
     runner = settings.runner or _runner(config, rules, weights)
-    large = _is_large(hardware, batching)
-    tokens = settings.max_num_batched_tokens or _step_tokens(
-        runner, settings.usage, large, max_model_len, rules, batching
-    )
-    seqs = settings.max_num_seqs or (batching["seqs_large"] if large and runner != "V0" else batching["seqs"])
+    usual = _v0_limits(max_model_len, rules) if runner == "V0" else batch_limits(hardware, settings.usage)
+    tokens, seqs = settings.max_num_batched_tokens or usual[0], settings.max_num_seqs or usual[1]
     weight_bytes = (
         count_weight_bytes(config, dtype, mesh) if weights is None else stored_weight_bytes(config, weights, mesh)
     )
@@ -240,13 +233,10 @@ def _runner(config: ModelConfig, rules: dict[str, Any], weights: WeightScheme | 
     return "V2" if by_type and not quantised else str(rules["runner"])
 
 
-def _step_tokens(
-    runner: str, usage: Usage, large: bool, max_model_len: int, rules: dict[str, Any], batching: dict[str, Any]
-) -> int:
-    if runner == "V0":
-        long = max_model_len > _LONG_MODEL_LEN
-        return int(rules.get("chunk_tokens", 2048)) if long else max(max_model_len, 2048)
-    return int(batching[f"{usage}_tokens{'_large' if large else ''}"])
+def _v0_limits(max_model_len: int, rules: dict[str, Any]) -> tuple[int, int]:
+    """The same of vLLM before V1: a prompt of the model's length in one step, chunks of it where that is long."""
+    long = max_model_len > _LONG_MODEL_LEN
+    return int(rules.get("chunk_tokens", 2048)) if long else max(max_model_len, 2048), int(_data()["batching"]["seqs"])
 
 
 def _rules(version: tuple[int, ...]) -> dict[str, Any]:

@@ -101,8 +101,12 @@ def scheduler_for(case: Case, profile: Profile) -> Scheduler:
     is_v1 = case.engine == "vllm" and (scheduler.mixes if version is None else version >= _VLLM_V1)
     if not is_v1 or (scheduler.mixes and case.hardware in profile.hardware):
         return scheduler
-    tokens, sequences = batch_limits(load_hardware(case.hardware))
-    return Scheduler(tokens, sequences, mixes=True, charged_output=0.0, one_attention=True)
+    return vllm_v1_scheduler(load_hardware(case.hardware))
+
+
+def vllm_v1_scheduler(chip: Hardware) -> Scheduler:
+    """How vLLM's server since 0.8 fills a step on a card: decodes join prompts, and a prompt enters if it fits."""
+    return Scheduler(*batch_limits(chip), mixes=True, charged_output=0.0, one_attention=True)
 
 
 def _is_v1(case: Case, scheduler: Scheduler) -> bool:
@@ -313,6 +317,14 @@ def figure(plan: Plan, seconds: float) -> float:
     return seconds * 1e3 if plan.tokens is None else plan.tokens / seconds
 
 
+def figures(plan: Plan, terms: Terms, seconds: float, interval: tuple[float, float]) -> tuple[float, float, float]:
+    """The metric's expected, least and largest value, from the expected seconds and the factors on them."""
+    least, (fast, slow) = float(plan.steps.times @ terms.bound_s), interval
+    times = (seconds, max(least, seconds * fast), seconds * slow)
+    expected, first, second = (figure(plan, value) for value in times)
+    return expected, min(first, second), max(first, second)
+
+
 def predict_case(case: Case, profiles: Sequence[Profile] | None = None) -> CasePrediction:
     """What the best profile for a case's engine, version and GPU expects, in the metric's unit, with its interval.
 
@@ -331,8 +343,4 @@ def predict_case(case: Case, profiles: Sequence[Profile] | None = None) -> CaseP
         return CasePrediction(None, None, None, str(error), "")
     engine = choice.profile.engine_constants
     seconds = plan_seconds(plan, terms, engine, scheme_key(case.weights, load_hardware(case.hardware)))
-    least = float(plan.steps.times @ terms.bound_s)
-    fast, slow = choice.interval(plan.kind)
-    times = (seconds, max(least, seconds * fast), seconds * slow)
-    expected, first, second = (figure(plan, value) for value in times)
-    return CasePrediction(expected, min(first, second), max(first, second), "", choice.provenance)
+    return CasePrediction(*figures(plan, terms, seconds, choice.interval(plan.kind)), "", choice.provenance)
