@@ -5,8 +5,8 @@ percentile of |error|, share inside the interval; the worst rows with the likely
 reason. Grade C is left out, the H20 rows of the Qwen3 tables are a group apart. `--json` prints one object: rows
 [{id, predicted, low, high, measured, error, skipped}], groups [{by, key, n, median_abs_error, p90_abs_error,
 inside_interval}], total, targets. Profiles that were fitted on a file's own rows look better on it than on others:
-`--held-out model` (or source, gpu) predicts each row of one file from profiles fitted on the file without the rows of
-its model, and says how many fall inside intervals that didn't see them either, by kind of figure.
+`--held-out model` (or source, gpu, setting) predicts each row of one file from profiles fitted on the file without the
+rows of its model, and says how many fall inside intervals that didn't see them either, by kind of figure.
 """
 
 from __future__ import annotations
