@@ -207,16 +207,8 @@ class StepFold:
         bias = n * 2.0 if op.name == "qkv_proj" and self.config.qkv_bias else 0.0
         compute = 2.0 * rows * n * k / self.peak(dtype)
         memory = (n * k * bits / 8 + bias) / self.bandwidth
-        seconds = gemm_s(
-            rows,
-            n,
-            k,
-            chip=self.chip,
-            eff=self.eff,
-            weight_bits=bits,
-            dtype=dtype,
-            rows_apart=self.layout.ways.rows_apart,
-        )
+        kernel: dict[str, Any] = {"weight_bits": bits, "dtype": dtype, "rows_apart": self.layout.ways.rows_apart}
+        seconds = gemm_s(rows, n, k, chip=self.chip, eff=self.eff, **kernel)
         seconds = self.np.maximum(seconds, self.np.maximum(compute, memory)) * layers * running
         by_memory = memory**2 / (memory**2 + compute**2)
         self.values["products_memory"] += seconds * by_memory
@@ -285,10 +277,9 @@ class StepFold:
         """Seconds and least seconds of one layer's decodes."""
         steps, np, ways = self.steps, self.np, self.layout.ways
         (heads, kv_heads, share), width = self.heads(), self.config.head_dim
-        _, _, _, batch, seen = self.attended(window)
+        _, _, _, batch, context = self.attended(window)
         stored = heads if ways.repeats_kv or not ways.flash_decode else kv_heads
-        seconds = attention_decode_s(batch, seen, heads, stored, width, **self.attention_sizes())
-        context = steps.context if window is None else np.minimum(steps.context, window)
+        seconds = attention_decode_s(batch, context, heads, stored, width, **self.attention_sizes())
         flops = 4.0 * steps.decodes * share * heads * width * context
         moved = steps.decodes * share * context * self.kv_row_bytes()
         if ways.repeats_kv:
@@ -310,8 +301,7 @@ class StepFold:
         if window is not None:
             pairs = _windowed(np, steps.reached, window) - _windowed(np, steps.reached - steps.chunk, window)
         flops = 4.0 * steps.prompts * share * heads * width * pairs
-        seen = steps.reached if window is None else np.minimum(steps.reached, steps.chunk + window - 1)
-        moved = steps.prompts * share * seen * self.kv_row_bytes()
+        moved = steps.prompts * share * reached * self.kv_row_bytes()
         least = np.maximum(flops / self.peak("bfloat16"), moved / self.bandwidth)
         return np.minimum(seconds, shared) * (steps.prompts > 0), least
 
