@@ -55,6 +55,7 @@ CASES: tuple[tuple[Any, ...], ...] = (
     ("Mixtral-8x7B-v0.1", "a100-80gb-sxm", 1, 5, 20, "gpt-fast", 2, None, "expected"),  # experts compiled together
     ("Mixtral-8x7B-v0.1", "a100-80gb-sxm", 2, 5, 20, "gpt-fast", 2, "int8-wo", "expected"),
     ("Qwen2.5-7B", "a100-80gb-sxm", 3, 2, 9, "llama.cpp", 1, "q4_k_m", "expected"),  # a few rows
+    ("Qwen2.5-7B", "rtx-4090", 8, 700, 9, "vllm", 4, None, "expected"),  # prompts' sums go through the host's memory
 )
 
 

@@ -477,6 +477,20 @@ def test_messages_over_pcie_are_large_earlier(chip_id: str, is_large: bool) -> N
     assert (terms.values["collectives_staged"][0] > 0) == is_large
 
 
+@pytest.mark.parametrize(("chip_id", "name", "growth"), [
+    ("rtx-4090", "collectives_staged", 4.0), ("a100-80gb-sxm", "collectives_large", 1.75),
+])  # fmt: skip
+def test_cards_share_the_hosts_memory_but_not_their_links(chip_id: str, name: str, growth: float) -> None:
+    """64 MiB on 8 cards against 2: through the host 8 payloads against 2; a ring's links carry 7/4 against 1."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Llama-3.1-8B")
+    steps = as_steps([Group(1, prompts=1, chunk=8192, reached=8192.0)])
+    seconds = {}
+    for tp in (2, 8):
+        layout = layout_of(config, chip, scheme_of("bf16"), tp=tp)
+        seconds[tp] = step_terms(config, steps, layout, chip, load_efficiency(chip)[0]).values[name][0]
+    assert seconds[8] / seconds[2] == pytest.approx(growth, rel=0.05)
+
+
 def test_no_note_is_read_for_a_prediction() -> None:
     """What a note says is read by the bench alone, which sets a field for it."""
     case = replace(CASE, concurrency=8, saturated=True, requests=64, input_len=200, output_len=200)

@@ -284,7 +284,8 @@ class PhaseKernels:
             least = f"2 * (tp - 1) / tp * {payload} / {link}"
             logits = "" if kind != "collectives" else f" + {rows} * V * 2 * (tp - 1) / tp / {link}"
             if large == (kind != "collectives"):
-                calls.append(f"max(allreduce_s({payload}, tp), {least}) * (2 * L + 1){logits}")
+                shared = " * tp * tp / (4 * (tp - 1))" if kind == "collectives_staged" else ""
+                calls.append(f"max(allreduce_s({payload}, tp){shared}, {least}) * (2 * L + 1){logits}")
                 floors.append(f"{least} * (2 * L + 1){logits}")
             else:
                 calls.append(f"0{logits}")
