@@ -491,6 +491,14 @@ def test_cards_share_the_hosts_memory_but_not_their_links(chip_id: str, name: st
     assert seconds[8] / seconds[2] == pytest.approx(growth, rel=0.05)
 
 
+@pytest.mark.parametrize(("output", "is_alike"), [(200, False), (600, True), (1200, True)])
+def test_long_recorded_answers_spread_less(output: int, is_alike: bool) -> None:
+    """Answers of 600 tokens on average, whose longest has about 900, spread as those that a limit cuts (1.5)."""
+    case = replace(CASE, concurrency=64, saturated=True, requests=64, input_len=200, output_len=output)
+    recorded, limited = (predict_case(replace(case, lengths=lengths)).expected for lengths in ("recorded", "limited"))
+    assert (recorded == limited) == is_alike
+
+
 def test_no_note_is_read_for_a_prediction() -> None:
     """What a note says is read by the bench alone, which sets a field for it."""
     case = replace(CASE, concurrency=8, saturated=True, requests=64, input_len=200, output_len=200)

@@ -41,6 +41,7 @@ _ONE_HOST: Final = ("llama.cpp", "transformers")  # engines that launch all stag
 _LAUNCHES: Final = 55  # of a layer of a prompt, unfused: seven products of four kernels each, attention, norms
 _QUEUED: Final = 1024  # launches that a CUDA stream takes before the host has to wait
 _RECORDED: Final = 4.0  # the longest answers of ShareGPT, about 900 tokens, over their mean of 200
+_LONGEST: Final = 900.0  # those tokens: a subset with longer answers on average has none far above
 _LIMITED: Final = 1.5  # of answers that a limit of 512 tokens cuts, over their mean of 350
 _PLAIN: Final = ("bf16", "fp16", "bfloat16", "float16")
 
@@ -237,7 +238,8 @@ def _widest(case: Case) -> float:
     """The longest request over the mean: recorded conversations have some far longer ones; a suite limits outputs."""
     if not _is_chat(case):
         return 1.0
-    return _LIMITED if case.lengths == "limited" else _RECORDED
+    longest = max(_LIMITED, _LONGEST / max(1, case.output_len))
+    return _LIMITED if case.lengths == "limited" else min(_RECORDED, longest)
 
 
 def compute_dtype_of(scheme: WeightScheme, chip: Hardware) -> str:
