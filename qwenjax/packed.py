@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from qwenjax.block import run_block
 from qwenjax.config import ModelConfig
 from qwenjax.layers import causal_mask, rope_tables
-from qwenjax.model import _run_block, _unembed, check_runnable
+from qwenjax.model import _unembed, check_runnable
 from qwenjax.weights import Params, layer_scopes
 
 Array = jax.Array
@@ -40,7 +41,7 @@ def forward_packed_impl(config: ModelConfig, params: Params, tokens_BT: Array, s
         masks = {window: causal_mask(places_BT, places_T, window) & same_BTS for window in windows}
     for i, window in enumerate(config.sliding_windows):
         scopes = layer_scopes(config, i)
-        x_BTD, _ = _run_block(config, scopes, params["layers"][i], x_BTD, rope, masks[window], None, None)
+        x_BTD, _ = run_block(config, scopes, params["layers"][i], x_BTD, rope, masks[window], None, None)
     return _unembed(config, params, x_BTD)
 
 

@@ -45,6 +45,7 @@ def _compile(job: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     import jax
     from jax.experimental import topologies
 
+    from qwenjax.kernels.choice import NO_KERNELS, from_environment
     from qwenjax.model import check_runnable, decode_step_impl, extend_impl, prefill_impl, step_shapes
 
     config = check_runnable(ModelConfig.from_hf(job["config"]))
@@ -68,8 +69,11 @@ def _compile(job: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     start = time.perf_counter()
     # Logits whole on every device, as sampling needs them; the cache stays where it lies and is updated there.
     outputs = (place(""), jax.tree.map(lambda leaf: leaf.sharding, cache))
-    jitted = jax.jit(function, static_argnums=0, donate_argnames="cache", out_shardings=outputs)
-    compiled = jitted.lower(config, params, *arguments, cache).compile()
+    jitted = jax.jit(
+        function, static_argnums=0, static_argnames="kernels", donate_argnames="cache", out_shardings=outputs
+    )
+    kernels = from_environment() if len(topology.devices) == 1 else NO_KERNELS  # they don't split over a mesh
+    compiled = jitted.lower(config, params, *arguments, cache, kernels=kernels).compile()
     seconds = time.perf_counter() - start
     memory: Any = compiled.memory_analysis()
     return compiled.as_text() or "", {

@@ -12,9 +12,10 @@ import numpy as np
 from ledger_models import QWEN2_57B, QWEN3_8B, QWEN3_30B, QWEN3_32B, QWEN25_7B, Case
 from ledger_tiny import QWEN2, Array, block_of, close, first_layer, gap, normal, residual_stream, run_block, without
 
+from qwenjax.block import Block
 from qwenjax.config import ModelConfig
 from qwenjax.layers import rms_norm
-from qwenjax.model import Block, step_shapes
+from qwenjax.model import step_shapes
 from qwenjax.moe import route, run_experts
 from qwenjax.weights import Params, layer_scopes
 

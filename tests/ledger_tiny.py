@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwenjax.block import Block
 from qwenjax.config import ModelConfig
 from qwenjax.layers import apply_rope, attention, causal_mask, contract, rope_tables
-from qwenjax.model import Block
 from qwenjax.ops import leaf_letters
 from qwenjax.weights import Params, layer_scopes, param_shapes
 

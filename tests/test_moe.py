@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwenjax import moe
+from qwenjax.block import Block
 from qwenjax.cache import init_cache
 from qwenjax.config import ModelConfig
 from qwenjax.known_models import known_model_names
-from qwenjax.model import Block, Decoder, decode_step, forward, prefill, step_shapes
+from qwenjax.model import Decoder, decode_step, forward, prefill, step_shapes
 from qwenjax.moe import block_rows, choose_way, num_blocks, route, run_experts
 from qwenjax.weights import layer_scopes, param_shapes
 from roofline.count import count_params

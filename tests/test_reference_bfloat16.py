@@ -13,10 +13,11 @@ import reference
 import tiny
 import torch
 
-from qwenjax import model as qwenjax_model
+from qwenjax import block as qwenjax_block
+from qwenjax.block import run_block
 from qwenjax.config import ModelConfig
 from qwenjax.layers import causal_mask, rms_norm, rope_tables
-from qwenjax.model import _run_block, _unembed
+from qwenjax.model import _unembed
 from qwenjax.moe import route, run_experts
 from qwenjax.weights import layer_scopes
 
@@ -94,9 +95,9 @@ def forced_block(config: ModelConfig, scopes: Any, layer: Any, x: Any, rope: Any
     """The block, with these weights and experts in place of its own choice."""
     with pytest.MonkeyPatch.context() as patch:  # while it is traced
         patch.setattr(
-            qwenjax_model, "run_experts", lambda x, weights, chosen, *stacks: run_experts(x, *forced, *stacks)
+            qwenjax_block, "run_experts", lambda x, weights, chosen, *stacks: run_experts(x, *forced, *stacks)
         )
-        return _run_block.__wrapped__(config, scopes, layer, x, rope, mask, None, None)[0]
+        return run_block.__wrapped__(config, scopes, layer, x, rope, mask, None, None)[0]
 
 
 def forced_routing(config: ModelConfig, weights_NA: Any, chosen_NA: Any, dtype: Any) -> Any:

@@ -54,6 +54,16 @@ def from_environment() -> Kernels:
     return Kernels(off=frozenset(named))
 
 
+def resolved(kernels: Kernels | None) -> Kernels:
+    """The given choice; by default all kernels on a process's one GPU, and none elsewhere.
+
+    XLA can't split a kernel over a mesh: it would gather its operands on every device.
+    """
+    if kernels is not None:
+        return kernels
+    return from_environment() if jax.default_backend() == "gpu" and jax.device_count() == 1 else NO_KERNELS
+
+
 def is_narrow(*arrays: jax.Array) -> bool:
     """Whether all are of one 16-bit float type, which the kernels are made for."""
     names = {jnp.dtype(array.dtype).name for array in arrays}

@@ -1,0 +1,107 @@
+"""A decoder layer for a GPU: the plain block with its small steps joined into few kernels, each of which can be off.
+
+A layer hands on the residual stream and what it adds to it apart, so that the next norm's kernel does the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from qwenjax.block import Block, KeyValue, block_graph
+from qwenjax.config import ModelConfig
+from qwenjax.kernels import decode_attention as decoding
+from qwenjax.kernels import norm as norms
+from qwenjax.kernels.choice import Kernels
+from qwenjax.layers import attention, rms_norm
+from qwenjax.ops import Scope
+from qwenjax.weights import Params
+
+Array = jax.Array
+Stream = tuple[Array, Array | None]  # the residual stream [B, T, D], and what is to be added to it
+
+
+def _fused_run_block(
+    config: ModelConfig,
+    scopes: tuple[Scope, ...],
+    window: int | None,
+    kernels: Kernels,
+    params: Params,
+    stream: Stream,
+    rope: KeyValue,
+    mask_BTS: Array,
+    cached: KeyValue,
+    lengths_B: Array | None,
+) -> tuple[Stream, KeyValue]:
+    """One layer over T new tokens of each row, which follow `lengths` cached ones (none in a prefill)."""
+    block: Block = nnx.merge(block_graph(config, scopes), params)
+    x_BTD, h_BTD = add_norm(kernels, ("mlp_residual", "input_norm"), stream, block.input_norm[...], config.rms_norm_eps)
+    mixed_BTKGH, kept = _attend(kernels, block, window, block.packed_qkv(h_BTD), rope, mask_BTS, cached, lengths_B)
+    stream = x_BTD, block.attended(mixed_BTKGH)
+    x_BTD, h_BTD = add_norm(
+        kernels, ("attention_residual", "post_norm"), stream, block.post_norm[...], config.rms_norm_eps
+    )
+    return (x_BTD, block.experts(h_BTD)[0] if block.is_sparse else block.mlp(h_BTD)), kept
+
+
+fused_run_block = jax.jit(_fused_run_block, static_argnames=("config", "scopes", "window", "kernels"))
+
+
+def add_norm(
+    kernels: Kernels, scopes: tuple[str, str], stream: Stream, weight_D: Array, eps: float
+) -> tuple[Array, Array]:
+    """The sum of a stream and its RMSNorm; `scopes` name the two ops."""
+    x_BTD, delta_BTD = stream
+    channels = x_BTD.shape[-1]
+
+    def plain(x_ND: Array, *rest: Array) -> tuple[Array, Array]:
+        *delta, weight_D = rest
+        with jax.named_scope(scopes[0]):
+            x_ND = x_ND + delta[0] if delta else x_ND
+        with jax.named_scope(scopes[1]):
+            return x_ND, rms_norm(x_ND, weight_D, eps)
+
+    def kernel(x_ND: Array, *rest: Array, interpret: bool = False) -> tuple[Array, Array]:
+        if len(rest) == 1:
+            return x_ND, norms.norm(x_ND, *rest, eps=eps, interpret=interpret)
+        return norms.add_norm(x_ND, *rest, eps=eps, interpret=interpret)
+
+    rows = [x.reshape(-1, channels) for x in (x_BTD, delta_BTD) if x is not None]
+    with jax.named_scope(scopes[1]):
+        total_ND, normed_ND = kernels.run("norm", norms.fits(rows[0], weight_D), kernel, plain, *rows, weight_D)
+    return total_ND.reshape(x_BTD.shape), normed_ND.reshape(x_BTD.shape)
+
+
+def _attend(
+    kernels: Kernels,
+    block: Block,
+    window: int | None,
+    qkv_BTKJH: Array,
+    rope: KeyValue,
+    mask_BTS: Array,
+    cached: KeyValue,
+    lengths_B: Array | None,
+) -> tuple[Array, KeyValue]:
+    """Attention of packed projections, [B, T, K, G, H], and the caches with the new keys and values."""
+    config = block.config
+    eps = config.rms_norm_eps if config.qk_norm else None
+    weights = (block.q_norm[...], block.k_norm[...]) if config.qk_norm else ()
+
+    def plain(qkv_BTKJH: Array, cos: Array, sin: Array, lengths_B: Array | None, *rest: Array) -> Any:
+        q_BTKGH, k_BTKH, v_BTKH = block.rotated(qkv_BTKJH, (cos, sin))
+        k_BKSH, v_BKSH, kept = block.remember(k_BTKH, v_BTKH, (rest[0], rest[1]), lengths_B)
+        return attention(q_BTKGH, k_BKSH, v_BKSH, mask_BTS), kept
+
+    def one(qkv_BTKJH: Array, cos: Array, sin: Array, *rest: Array, interpret: bool = False) -> Any:
+        mixed_BKGH, *kept = decoding.decode_attention(
+            qkv_BTKJH[:, 0], cos[:, 0], sin[:, 0], *rest, window=window, eps=eps, interpret=interpret
+        )
+        return mixed_BKGH[:, None], tuple(kept)
+
+    if lengths_B is None or qkv_BTKJH.shape[1] != 1:
+        return plain(qkv_BTKJH, *rope, lengths_B, *cached)
+    fits = decoding.fits(qkv_BTKJH[:, 0], *cached)
+    with jax.named_scope("scores"):
+        return kernels.run("attention", fits, one, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
