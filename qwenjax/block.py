@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,25 @@ from qwenjax.weights import Params, leaves_of
 
 Array = jax.Array
 KeyValue = tuple[Array, Array]
+
+
+def _gated(ops: tuple[str, str], h_BTD: Array, gate_up_CFD: Array) -> Array:
+    """silu(gate) * up, [B, T, F]; `ops` name the product and what joins its two halves."""
+    with jax.named_scope(ops[0]):
+        gate_up_BTCF = contract(ops[0], h_BTD, gate_up_CFD)
+    with jax.named_scope(ops[1]):
+        return swiglu(gate_up_BTCF)
+
+
+class Products(NamedTuple):
+    """How a block computes: (op, x, weight), (ops, x, gate and up), and `run_experts` or what stands in for it."""
+
+    contract: Callable[[str, Array, Array], Array] = contract
+    gated: Callable[[tuple[str, str], Array, Array], Array] = _gated
+    experts: Callable[..., Array] = run_experts
+
+
+PLAIN = Products()
 
 
 class Block(nnx.Module):
@@ -78,10 +98,10 @@ class Block(nnx.Module):
         """Queries [B, T, K, G, H], keys and values [B, T, K, H]; queries and keys normed (Qwen3) and rotated."""
         return self.rotated(self.packed_qkv(h_BTD), rope)
 
-    def packed_qkv(self, h_BTD: Array) -> Array:
+    def packed_qkv(self, h_BTD: Array, products: Products = PLAIN) -> Array:
         """Of each KV head its G queries, key and value as projected, [B, T, K, G + 2, H]."""
         with jax.named_scope("qkv_proj"):
-            qkv_BTKJH = contract("qkv_proj", h_BTD, self.qkv_proj[...])
+            qkv_BTKJH = products.contract("qkv_proj", h_BTD, self.qkv_proj[...])
             return qkv_BTKJH + self.qkv_bias[...] if self.config.qkv_bias else qkv_BTKJH
 
     def rotated(self, qkv_BTKJH: Array, rope: KeyValue) -> tuple[Array, Array, Array]:
@@ -118,37 +138,32 @@ class Block(nnx.Module):
             kept = fill(cached[0], k_BKTH), fill(cached[1], v_BKTH)
             return k_BKTH.astype(dtype), v_BKTH.astype(dtype), kept
 
-    def attended(self, mixed_BTKGH: Array) -> Array:
+    def attended(self, mixed_BTKGH: Array, products: Products = PLAIN) -> Array:
         """What attention adds to the residual stream, [B, T, D]."""
         with jax.named_scope("o_proj"):
-            out_BTD = contract("o_proj", mixed_BTKGH, self.o_proj[...])
+            out_BTD = products.contract("o_proj", mixed_BTKGH, self.o_proj[...])
             return out_BTD + self.o_bias[...] if self.config.attention_o_bias else out_BTD
 
-    def mlp(self, h_BTD: Array) -> Array:
+    def mlp(self, h_BTD: Array, products: Products = PLAIN) -> Array:
         """down(silu(gate) * up)."""
-        with jax.named_scope("gate_up_proj"):
-            gate_up_BTCF = contract("gate_up_proj", h_BTD, self.gate_up_proj[...])
-        with jax.named_scope("swiglu"):
-            hidden_BTF = swiglu(gate_up_BTCF)
+        hidden_BTF = products.gated(("gate_up_proj", "swiglu"), h_BTD, self.gate_up_proj[...])
         with jax.named_scope("down_proj"):
-            return contract("down_proj", hidden_BTF, self.down_proj[...])
+            return products.contract("down_proj", hidden_BTF, self.down_proj[...])
 
-    def experts(self, h_BTD: Array, run: Callable[..., Array] | None = None) -> tuple[Array, Array]:
+    def experts(self, h_BTD: Array, products: Products | None = None) -> tuple[Array, Array]:
         """The routed experts' weighted sum, plus the shared expert's output times its own gate (Qwen2-MoE), and the
-        router's logits; `run` runs the routed experts in place of `run_experts`."""
-        config = self.config
+        router's logits."""
+        config, products = self.config, products or PLAIN
         logits_BTE = router_logits(h_BTD, self.router[...])
         weights_BTA, chosen_BTA = choose_experts(logits_BTE, config.num_experts_per_tok, config.norm_topk_prob)
         stacks = self.experts_gate_up_proj[...], self.experts_down_proj[...]
-        routed_BTD = (run or run_experts)(h_BTD, weights_BTA, chosen_BTA, *stacks)
+        routed_BTD = products.experts(h_BTD, weights_BTA, chosen_BTA, *stacks)
         if not config.has_shared_expert:
             return routed_BTD, logits_BTE
-        with jax.named_scope("shared_gate_up_proj"):
-            gate_up_BTCF = contract("shared_gate_up_proj", h_BTD, self.shared_gate_up_proj[...])
-        with jax.named_scope("shared_swiglu"):
-            hidden_BTF = swiglu(gate_up_BTCF)
+        ops = "shared_gate_up_proj", "shared_swiglu"
+        hidden_BTF = products.gated(ops, h_BTD, self.shared_gate_up_proj[...])
         with jax.named_scope("shared_down_proj"):
-            shared_BTD = contract("shared_down_proj", hidden_BTF, self.shared_down_proj[...])
+            shared_BTD = products.contract("shared_down_proj", hidden_BTF, self.shared_down_proj[...])
         with jax.named_scope("shared_expert_gate"):
             gate_BT = jax.nn.sigmoid(contract("shared_expert_gate", h_BTD, self.shared_expert_gate[...]))
             return routed_BTD + gate_BT[..., None] * shared_BTD, logits_BTE

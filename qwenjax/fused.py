@@ -5,17 +5,20 @@ A layer hands on the residual stream and what it adds to it apart, so that the n
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
 from typing import Any
 
 import jax
 from flax import nnx
 
-from qwenjax.block import Block, KeyValue, block_graph
+from qwenjax.block import PLAIN, Block, KeyValue, Products, block_graph
 from qwenjax.config import ModelConfig
 from qwenjax.kernels import decode_attention as decoding
 from qwenjax.kernels import norm as norms
+from qwenjax.kernels import product as narrow
 from qwenjax.kernels.choice import Kernels
-from qwenjax.layers import attention, rms_norm
+from qwenjax.layers import attention, contract, rms_norm
 from qwenjax.ops import Scope
 from qwenjax.weights import Params
 
@@ -38,12 +41,14 @@ def _fused_run_block(
     """One layer over T new tokens of each row, which follow `lengths` cached ones (none in a prefill)."""
     block: Block = nnx.merge(block_graph(config, scopes), params)
     x_BTD, h_BTD = add_norm(kernels, ("mlp_residual", "input_norm"), stream, block.input_norm[...], config.rms_norm_eps)
-    mixed_BTKGH, kept = _attend(kernels, block, window, block.packed_qkv(h_BTD), rope, mask_BTS, cached, lengths_B)
-    stream = x_BTD, block.attended(mixed_BTKGH)
+    products = _products(kernels)
+    qkv_BTKJH = block.packed_qkv(h_BTD, products)
+    mixed_BTKGH, kept = _attend(kernels, block, window, qkv_BTKJH, rope, mask_BTS, cached, lengths_B)
+    stream = x_BTD, block.attended(mixed_BTKGH, products)
     x_BTD, h_BTD = add_norm(
         kernels, ("attention_residual", "post_norm"), stream, block.post_norm[...], config.rms_norm_eps
     )
-    return (x_BTD, block.experts(h_BTD)[0] if block.is_sparse else block.mlp(h_BTD)), kept
+    return (x_BTD, block.experts(h_BTD, products)[0] if block.is_sparse else block.mlp(h_BTD, products)), kept
 
 
 fused_run_block = jax.jit(_fused_run_block, static_argnames=("config", "scopes", "window", "kernels"))
@@ -72,6 +77,40 @@ def add_norm(
     with jax.named_scope(scopes[1]):
         total_ND, normed_ND = kernels.run("norm", norms.fits(rows[0], weight_D), kernel, plain, *rows, weight_D)
     return total_ND.reshape(x_BTD.shape), normed_ND.reshape(x_BTD.shape)
+
+
+def _products(kernels: Kernels) -> Products:
+    """Products of few rows by their own kernels."""
+
+    def multiply(op: str, x: Array, weight: Array) -> Array:
+        result = jax.eval_shape(partial(contract, op), x, weight).shape
+        x_MD, weight_FD = _merged(x, weight, x.shape[:2])
+
+        def kernel(x: Array, weight: Array, interpret: bool = False) -> Array:
+            return narrow.product(*_merged(x, weight, x.shape[:2]), interpret=interpret).reshape(result)
+
+        made: Array = kernels.run("product", narrow.fits(x_MD, weight_FD), kernel, partial(contract, op), x, weight)
+        return made
+
+    def gated(ops: tuple[str, str], h_BTD: Array, gate_up_CFD: Array) -> Array:
+        batch, tokens, channels = h_BTD.shape
+
+        def kernel(h_BTD: Array, gate_up_CFD: Array, interpret: bool = False) -> Array:
+            with jax.named_scope(ops[0]):
+                hidden_NF = narrow.gated(h_BTD.reshape(-1, channels), gate_up_CFD, interpret=interpret)
+            return hidden_NF.reshape(batch, tokens, -1)
+
+        fits = narrow.fits(h_BTD.reshape(-1, channels), gate_up_CFD)
+        hidden_BTF: Array = kernels.run("product", fits, kernel, partial(PLAIN.gated, ops), h_BTD, gate_up_CFD)
+        return hidden_BTF
+
+    return Products(multiply, gated)
+
+
+def _merged(x: Array, weight: Array, rows: tuple[int, ...]) -> tuple[Array, Array]:
+    """x with its rows and its summed axes merged, [M, D], and a weight whose columns come first, [F, D]."""
+    x_MD = x.reshape(prod(rows), -1)
+    return x_MD, weight.reshape(-1, x_MD.shape[1])
 
 
 def _attend(

@@ -11,10 +11,11 @@ from typing import Literal
 
 from qwenjax.ops import OPS
 from qwenjax.sharding import Mesh
-from roofline.count import CountRow, DtypePolicy, Experts, count_step
+from roofline.count import Attention, CountRow, DtypePolicy, Experts, count_step
 from roofline.gpu_compile import CompileJob, mesh_sizes
 from roofline.hlo import Computation, Instruction, Module
 from roofline.hlo_cost import Touched, count_kernel, product_flops
+from roofline.own_kernels import count_own, own_name
 from roofline.predict import device_of
 
 OTHER = "other"  # the op of a kernel that no named scope and no weight tells
@@ -54,7 +55,7 @@ class Kernel:
 
     time_s is the longer of FLOPs at the peak rate and bytes at the memory bandwidth, of a collective its data over the
     link (None where the link isn't known). Where `at_most`, a condition decides whether it runs. `source` is
-    "inventory" where a library call hides what it does.
+    "inventory" where a library call, or a kernel of qwenjax's own, hides what it does.
     """
 
     name: str
@@ -88,10 +89,12 @@ class _Run:
     at_most: bool
 
 
-def count_inventory(job: CompileJob, experts: Experts = "expected") -> tuple[CountRow, ...]:
-    """What the step needs on one device by the inventory, attention over the whole square as plain products do it."""
+def count_inventory(
+    job: CompileJob, experts: Experts = "expected", attention: Attention = "dense"
+) -> tuple[CountRow, ...]:
+    """What the step needs on one device by the inventory; plain products of attention run over the whole square."""
     mesh = Mesh(tp=job.num_devices)
-    return count_step(job.config, job.step, dtype=job.dtype, attention="dense", experts=experts, mesh=mesh)
+    return count_step(job.config, job.step, dtype=job.dtype, attention=attention, experts=experts, mesh=mesh)
 
 
 def read_kernels(module: Module, job: CompileJob) -> tuple[Kernel, ...]:
@@ -159,6 +162,7 @@ class _Reader:
         self.module, self.job = module, job
         self.device = device_of(job.hardware, DtypePolicy.of(job.dtype))
         self.inventory = {row.op: row for row in count_inventory(job)}
+        self.flash = {row.op: row for row in count_inventory(job, attention="causal")}
         self.host_devices = mesh_sizes(job.mesh)[2]
 
     def kernel(self, run: _Run) -> Kernel:
@@ -169,7 +173,10 @@ class _Reader:
         touched, source = count_kernel(instruction, run.within, self.module), "compiler"
         if collective is not None:
             touched = Touched(touched.read_bytes, collective.result_bytes, {})
-        if instruction.opcode == "custom-call" and not touched.flops and op in self.inventory:
+        own = own_name(instruction.op_name) if instruction.opcode == "custom-call" else None
+        if own:
+            touched, source = count_own(instruction, run.within, own, self.flash), "inventory"
+        elif instruction.opcode == "custom-call" and not touched.flops and op in self.inventory:
             touched, source = self.hidden(instruction, run.within, op, touched), "inventory"
         compute_s = sum(flops / self.rate(dtype) for dtype, flops in touched.flops.items())
         memory_s = (touched.read_bytes + touched.write_bytes) / self.device.bandwidth_bytes_per_s
@@ -311,6 +318,8 @@ def group_size(groups: str, num_devices: int) -> int:
 def kind_of(instruction: Instruction, body: Computation | None) -> str:
     """What makes the kernel: "triton gemm", "loop fusion", "cuDNN attention", "copy", "all-reduce"."""
     if instruction.opcode == "custom-call":
+        if own := own_name(instruction.op_name):
+            return f"pallas {own}"
         target = instruction.attribute("custom_call_target") or "?"
         return f"call {target}"
     if body is None:

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from qwenjax import block as qwenjax_block
-from qwenjax.block import run_block
+from qwenjax.block import PLAIN, run_block
 from qwenjax.config import ModelConfig
 from qwenjax.layers import causal_mask, rms_norm, rope_tables
 from qwenjax.model import _unembed
@@ -94,9 +94,8 @@ def test_bfloat16_block_by_block(model_type: str) -> None:
 def forced_block(config: ModelConfig, scopes: Any, layer: Any, x: Any, rope: Any, mask: Any, forced: Any) -> Any:
     """The block, with these weights and experts in place of its own choice."""
     with pytest.MonkeyPatch.context() as patch:  # while it is traced
-        patch.setattr(
-            qwenjax_block, "run_experts", lambda x, weights, chosen, *stacks: run_experts(x, *forced, *stacks)
-        )
+        given = PLAIN._replace(experts=lambda x, weights, chosen, *stacks: run_experts(x, *forced, *stacks))
+        patch.setattr(qwenjax_block, "PLAIN", given)
         return run_block.__wrapped__(config, scopes, layer, x, rope, mask, None, None)[0]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qwenjax.errors import InputError
 
-NAMES: Final = ("norm", "rope", "attention", "experts")
+NAMES: Final = ("norm", "attention", "product", "experts")
 VARIABLE: Final = "QWENJAX_KERNELS_OFF"  # names that never run, separated by commas, or "all"
 _DTYPES: Final = ("bfloat16", "float16")  # float32 stays with XLA, whose products keep it whole
 

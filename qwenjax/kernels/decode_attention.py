@@ -21,7 +21,7 @@ from qwenjax.kernels.choice import is_narrow
 
 Array = jax.Array
 _BLOCK: Final = 64  # cached positions that a program attends at once
-_PROGRAMS: Final = 256  # to aim at: about two for each multiprocessor of an RTX 4090 or H100
+_PROGRAMS: Final = 128  # to aim at: about one for each multiprocessor of an RTX 4090 or H100
 _FEWEST_ROWS: Final = 16  # of a Triton product: query heads of one KV head are padded up to them
 _LOWEST: Final = -1e30  # below any score, and unlike -inf without NaN as a difference
 
