@@ -140,7 +140,9 @@ def _attend(
         return mixed_BKGH[:, None], tuple(kept)
 
     if lengths_B is None or qkv_BTKJH.shape[1] != 1:
-        return plain(qkv_BTKJH, *rope, lengths_B, *cached)
+        attended: tuple[Array, KeyValue] = plain(qkv_BTKJH, *rope, lengths_B, *cached)
+        return attended
     fits = decoding.fits(qkv_BTKJH[:, 0], *cached)
     with jax.named_scope("scores"):
-        return kernels.run("attention", fits, one, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
+        attended = kernels.run("attention", fits, one, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
+    return attended

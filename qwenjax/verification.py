@@ -13,7 +13,8 @@ import numpy as np
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.layers import rms_norm
-from qwenjax.model import _start, _unembed, run_block_to_train
+from qwenjax.block import run_block_to_train
+from qwenjax.model import _start, _unembed
 from qwenjax.weights import Params, layer_scopes
 
 TOLERANCE = 1e-4  # of the logits, in float32, for each unit of their spread

@@ -68,8 +68,8 @@ def decode_attention(
 ) -> tuple[Array, Array, Array]:
     """Attention of one token a row, [B, K, G, H], and the caches with its key and value at position `lengths`.
 
-    qkv holds G queries, a key and a value of each KV head as projected; cos and sin hold H/2 channels; `norms_H` are the
-    weights of the norms over queries and keys if `eps` is given. A full row's caches stay as they are.
+    qkv holds G queries, a key and a value of each KV head as projected; cos and sin hold H/2 channels; `norms_H` are
+    the weights of the norms over queries and keys if `eps` is given. A full row's caches stay as they are.
     """
     batch, kv_heads, packed, head_dim = qkv_BKJH.shape
     capacity = keys_BKSH.shape[2]
@@ -170,10 +170,10 @@ def _prepared(
         pltriton.load(qkv_ref.at[pl.ds(row, present.size), pl.ds(i * half, half)], mask=_wide(present, half), other=0.0)
         for i in (0, 1)
     )
-    if norm_refs:
+    if norm_refs and plan.eps is not None:
         wide = first.astype(jnp.float32), second.astype(jnp.float32)
-        mean = sum((x * x).sum(axis=1) for x in wide) / plan.head_dim
-        scale = jax.lax.rsqrt(mean + plan.eps)[:, None]
+        squares = (wide[0] * wide[0]).sum(axis=1) + (wide[1] * wide[1]).sum(axis=1)
+        scale = jax.lax.rsqrt(squares / plan.head_dim + plan.eps)[:, None]
         first, second = (
             norm_refs[0][pl.ds(i * half, half)][None] * (x * scale).astype(first.dtype) for i, x in enumerate(wide)
         )

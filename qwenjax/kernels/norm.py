@@ -1,4 +1,4 @@
-"""Residual and norm in one kernel: x + delta, and its RMSNorm. XLA takes two or three, a row's sum apart from its use."""
+"""Residual and norm in one kernel, x + delta and its RMSNorm: XLA takes two or three, a sum apart from its use."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def product(x_MD: Array, weight_FD: Array, *, interpret: bool = False) -> Array:
 
 
 def gated(x_MD: Array, gate_up_CFD: Array, *, interpret: bool = False) -> Array:
-    """silu(x times gate) * (x times up), [M, F]; both products are rounded to the dtype first, as in the plain block."""
+    """silu(x times gate) * (x times up), [M, F]; both products are rounded to the dtype first, as in the plain one."""
     return _call("narrow_gated", x_MD, gate_up_CFD, interpret)
 
 
@@ -67,8 +67,7 @@ def _multiply(x_ref: Any, *refs: Any, columns: int) -> None:
         at = pl.ds(i * _SUMMED, _SUMMED)
         x_MD = pltriton.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask), other=0.0)
         loaded = [
-            pltriton.load(ref.at[pl.ds(start, _COLUMNS), at], mask=_wide(column_mask), other=0.0)
-            for ref in weight_refs
+            pltriton.load(ref.at[pl.ds(start, _COLUMNS), at], mask=_wide(column_mask), other=0.0) for ref in weight_refs
         ]
         return tuple(total + pltriton.dot(x_MD, w.T) for total, w in zip(sums, loaded, strict=True))
 

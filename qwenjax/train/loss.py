@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
-from qwenjax.model import forward_to_train, run_block_to_train
+from qwenjax.block import run_block_to_train
+from qwenjax.model import forward_to_train
 from qwenjax.train.settings import Remat
 from qwenjax.weights import Params
 
