@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qwenjax.block import run_block_to_train
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
 from qwenjax.layers import rms_norm
-from qwenjax.block import run_block_to_train
 from qwenjax.model import _start, _unembed
 from qwenjax.weights import Params, layer_scopes
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from qwenjax.block import run_block_to_train
 from qwenjax.config import ModelConfig
 from qwenjax.errors import InputError
-from qwenjax.block import run_block_to_train
 from qwenjax.model import forward_to_train
 from qwenjax.train.settings import Remat
 from qwenjax.weights import Params
