@@ -140,9 +140,9 @@ def _attend(
         return mixed_BKGH[:, None], tuple(kept)
 
     if lengths_B is None or qkv_BTKJH.shape[1] != 1:
-        attended: tuple[Array, KeyValue] = plain(qkv_BTKJH, *rope, lengths_B, *cached)
-        return attended
+        mixed_BTKGH, kept = plain(qkv_BTKJH, *rope, lengths_B, *cached)
+        return mixed_BTKGH, kept
     fits = decoding.fits(qkv_BTKJH[:, 0], *cached)
     with jax.named_scope("scores"):
-        attended = kernels.run("attention", fits, one, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
-    return attended
+        mixed_BTKGH, kept = kernels.run("attention", fits, one, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
+    return mixed_BTKGH, kept
