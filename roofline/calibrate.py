@@ -41,7 +41,7 @@ def calibrate(progress: Progress = silent) -> Hardware:
     platform = jax.devices()[0].platform
     dtypes = ("float32", "bfloat16") if platform == "cpu" else ("bfloat16", "float32")
     progress("read bandwidth", 0.0)
-    reads = [_read_bandwidth(size) for size in (2**28, 2**30)]
+    reads = [measure_read_bandwidth(size) for size in (2**28, 2**30)]
     products: dict[str, list[dict[str, float]]] = {}
     for i, dtype in enumerate(dtypes):
         # The second dtype is for the record; the first is what runs here by default.
@@ -102,7 +102,7 @@ def _as_hardware(measured: dict[str, Any], reads: list[float], platform: str) ->
     return Hardware("here", str(env["device"]), "as JAX reports it", platform, figures, measured=measured)
 
 
-def _read_bandwidth(num_bytes: int) -> float:
+def measure_read_bandwidth(num_bytes: int) -> float:
     """Bytes/s of summing a large array, the best of several runs."""
     import jax
     import jax.numpy as jnp

@@ -15,7 +15,7 @@ from roofline.count import Attention, CountRow, DtypePolicy, Experts, count_step
 from roofline.gpu_compile import CompileJob, mesh_sizes
 from roofline.hlo import Computation, Instruction, Module
 from roofline.hlo_cost import Touched, count_kernel, product_flops
-from roofline.own_kernels import count_own, own_name
+from roofline.own_kernels import count_own, joined_ops, own_name
 from roofline.predict import device_of
 
 OTHER = "other"  # the op of a kernel that no named scope and no weight tells
@@ -187,7 +187,7 @@ class _Reader:
         return Kernel(
             name=instruction.name,
             op=op,
-            ops=self.ops_of(body, op),
+            ops=joined_ops(own, self.inventory) or self.ops_of(body, op),
             kind=kind_of(instruction, body),
             count=run.count,
             at_most=run.at_most,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
 from qwenjax.moe_blocks import choose_way, num_blocks
-from roofline.count import sum_rows
+from roofline.count import dtype_bits, sum_rows
 from roofline.gpu_compile import Compiled, CompileJob, check_job, compile_steps
 from roofline.hardware import Hardware, load_hardware
 from roofline.hlo import parse_hlo
@@ -23,7 +23,8 @@ class KernelTotals:
 
     kernels_per_layer counts kernels that run inside a layer's function, over the layers. ideal_bytes are weights and
     cache, a mixture of experts reading the expected number of distinct experts once; routed_ideal_bytes takes them as
-    the model's way through the experts reads them: once for each token's choice, or for each block of rows.
+    the model's way through the experts reads them: once for each token's choice, or for each block of rows. once_bytes
+    adds to ideal_bytes what every op reads and writes of activations, attention taken as one op.
     """
 
     num_kernels: int
@@ -34,6 +35,7 @@ class KernelTotals:
     ideal_bytes: float
     byte_ratio: float
     routed_ideal_bytes: float
+    once_bytes: float
     temp_bytes: int
     argument_bytes: int
     output_bytes: int
@@ -107,6 +109,7 @@ def _totals(
         ideal_bytes=ideal["bytes"],
         byte_ratio=moved / ideal["bytes"],
         routed_ideal_bytes=_routed_bytes(job),
+        once_bytes=ideal["bytes"] + _activation_bytes(job),
         temp_bytes=compiled.temp_bytes,
         argument_bytes=compiled.argument_bytes,
         output_bytes=compiled.output_bytes,
@@ -120,6 +123,14 @@ def _totals(
         conditional_runs=conditions,
         rematerialised=sum(kernel.count for kernel in kernels if kernel.rematerialised),
     )
+
+
+def _activation_bytes(job: CompileJob) -> float:
+    """What the ops read and write of activations if none were fused, but attention, whose scores never leave it."""
+    step, heads = job.step, job.config.num_attention_heads / job.num_devices
+    squares = step.batch * heads * step.query_len * step.kv_len * job.config.num_hidden_layers
+    inner = 4 * squares * dtype_bits(job.dtype) / 8  # scores and probabilities, each written and read
+    return float(sum_rows(count_inventory(job))["activation_bytes"]) - inner
 
 
 def _routed_bytes(job: CompileJob) -> float:

@@ -22,17 +22,20 @@ _CALL = "pallas_call"  # the last part of such a kernel's path, after the kernel
 class OwnKernel:
     """`ops`: whose products it computes and whose weights or cache it reads; `apart`: the operands that hold these.
 
-    `multiplies`: it is the product of its first operand's rows, [M, D], with the whole second one.
+    `multiplies`: it is the product of its first operand's rows, [M, D], with the whole second one. `joins`: every op of
+    the inventory that it does, where its path doesn't tell.
     """
 
     ops: tuple[str, ...] = ()
     apart: tuple[int, ...] = ()
     multiplies: bool = False
+    joins: tuple[str, ...] = ()
 
 
+_ATTENTION = ("scores", "values")
 OWN_KERNELS: Final[Mapping[str, OwnKernel]] = {
     "rms_norm": OwnKernel(),
-    "decode_attention": OwnKernel(("scores", "values"), apart=(4, 5)),
+    "decode_attention": OwnKernel(_ATTENTION, apart=(4, 5), joins=("qk_norm", "rope", "scores", "softmax", "values")),
     "combine_parts": OwnKernel(),
     "narrow_product": OwnKernel(multiplies=True),
     "narrow_gated": OwnKernel(multiplies=True),
@@ -43,6 +46,11 @@ def own_name(path: str) -> str | None:
     """The name of the own kernel that a path of named scopes leads to, None if it leads to none."""
     *_, name, call = ("", "", *path.split("/"))
     return name if call == _CALL and name in OWN_KERNELS else None
+
+
+def joined_ops(name: str | None, inventory: Mapping[str, CountRow]) -> tuple[str, ...]:
+    """The model's ops that an own kernel does, where it joins several."""
+    return tuple(op for op in OWN_KERNELS[name].joins if op in inventory) if name else ()
 
 
 def count_own(call: Instruction, within: Computation, name: str, inventory: Mapping[str, CountRow]) -> Touched:
