@@ -66,10 +66,13 @@ def fits(q_BTKGH: Array, keys_BKSH: Array, values_BKSH: Array) -> bool:
 
 
 def _blocks(tokens: int) -> tuple[int, int, int]:
-    """Queries and keys of a block, and the warps that share it; Triton's products need 16 rows at least."""
+    """Queries and keys of a block, and the warps that share it; Triton's products need 16 rows at least.
+
+    A block of few queries is small enough for two to share a multiprocessor of an RTX 4090.
+    """
     if tokens > 256:
         return 128, 64, 8
-    return min(max(16, pl.next_power_of_2(tokens)), 64), 64, 4
+    return min(max(16, pl.next_power_of_2(tokens)), 64), 32, 4
 
 
 def _kernel(
