@@ -1,4 +1,4 @@
-"""Qwen3-0.6B's shape on this CPU in float32: decode and prefill against the machine's own rates and against transformers.
+"""Qwen3-0.6B's shape on this CPU in float32: decode and prefill against the machine's own rates and transformers.
 
 `python bench/cpu.py [--json]` measures everything in one run, the two implementations in turns, and prints ratios: they
 carry over to another day, times don't. Torch and transformers are left out where they aren't installed.
@@ -98,7 +98,7 @@ def _torch_calls(config: ModelConfig) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 def measure_loading(config: ModelConfig) -> dict[str, Any]:
-    """A checkpoint of about two gigabytes, loaded here and read with plain safetensors, in turns from the page cache."""
+    """A checkpoint of 2.4 GB, loaded here and read with plain safetensors, in turns from the page cache."""
     from safetensors.numpy import load_file
 
     with tempfile.TemporaryDirectory(prefix="bench-") as name:

@@ -92,9 +92,13 @@ def append(cached_BKSH: Array, new_BTKH: Array, lengths_B: Array) -> Array:
 
 def fill(cached_BKSH: Array, new_BKTH: Array) -> Array:
     """Writes a prompt's vectors from position 0 on."""
-    for axis, what in ((0, "rows"), (2, "tokens")):
-        given, room = new_BKTH.shape[axis], cached_BKSH.shape[axis]
-        if given > room if axis else given != room:
+    check_room(new_BKTH.shape[0], new_BKTH.shape[2], cached_BKSH)
+    return jax.lax.dynamic_update_slice(cached_BKSH, new_BKTH, (0, 0, 0, 0))
+
+
+def check_room(rows: int, tokens: int, cached_BKSH: Array) -> None:
+    """Refuses prompts that an empty cache doesn't fit: other rows than its own, or more tokens than it holds."""
+    for given, room, what in ((rows, cached_BKSH.shape[0], "rows"), (tokens, cached_BKSH.shape[2], "tokens")):
+        if given > room if what == "tokens" else given != room:
             problem = f"holds {room} {what}, and the prompts have {given}, padding included"
             raise InputError("cache", None, problem, "Make one with init_cache that fits them.")
-    return jax.lax.dynamic_update_slice(cached_BKSH, new_BKTH, (0, 0, 0, 0))

@@ -10,13 +10,17 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from qwenjax.block import PLAIN, Block, KeyValue, Products, block_graph
+from qwenjax.cache import check_room
 from qwenjax.config import ModelConfig
 from qwenjax.kernels import decode_attention as decoding
 from qwenjax.kernels import norm as norms
+from qwenjax.kernels import prefill_attention as prefilling
 from qwenjax.kernels import product as narrow
+from qwenjax.kernels import rope_fill
 from qwenjax.kernels.choice import Kernels
 from qwenjax.layers import attention, contract, rms_norm
 from qwenjax.ops import Scope
@@ -134,15 +138,34 @@ def _attend(
         return attention(q_BTKGH, k_BKSH, v_BKSH, mask_BTS), kept
 
     def one(qkv_BTKJH: Array, cos: Array, sin: Array, *rest: Array, interpret: bool = False) -> Any:
-        mixed_BKGH, *kept = decoding.decode_attention(
-            qkv_BTKJH[:, 0], cos[:, 0], sin[:, 0], *rest, window=window, eps=eps, interpret=interpret
-        )
+        with jax.named_scope("scores"):
+            mixed_BKGH, *kept = decoding.decode_attention(
+                qkv_BTKJH[:, 0], cos[:, 0], sin[:, 0], *rest, window=window, eps=eps, interpret=interpret
+            )
         return mixed_BKGH[:, None], tuple(kept)
 
-    if lengths_B is None or qkv_BTKJH.shape[1] != 1:
-        mixed_BTKGH, kept = plain(qkv_BTKJH, *rope, lengths_B, *cached)
-        return mixed_BTKGH, kept
-    fits = decoding.fits(qkv_BTKJH[:, 0], *cached)
-    with jax.named_scope("scores"):
-        mixed_BTKGH, kept = kernels.run("attention", fits, one, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
+    def several(
+        qkv_BTKJH: Array, cos: Array, sin: Array, lengths_B: Array | None, *rest: Array, interpret: bool = False
+    ) -> Any:
+        keys, values, *norm_weights = rest
+        starts_B = jnp.zeros(len(qkv_BTKJH), jnp.int32) if lengths_B is None else lengths_B
+        q_norm, k_norm = norm_weights or (None, None)
+        filled = rope_fill.rope_fill(
+            qkv_BTKJH, q_norm, k_norm, cos, sin, starts_B, keys, values, eps=config.rms_norm_eps, interpret=interpret
+        )
+        mixed_BTKGH = prefilling.prefill_attention(*filled, starts_B, window=window, interpret=interpret)
+        return mixed_BTKGH, filled[1:]
+
+    batch, tokens = qkv_BTKJH.shape[:2]
+    if lengths_B is None:
+        check_room(batch, tokens, cached[0])
+    decodes = lengths_B is not None and tokens == 1
+    queries = qkv_BTKJH[..., :-2, :]
+    fits = (
+        decoding.fits(qkv_BTKJH[:, 0], *cached)
+        if decodes
+        else rope_fill.fits(qkv_BTKJH, *cached) and prefilling.fits(queries, *cached)
+    )
+    kernel = one if decodes else several
+    mixed_BTKGH, kept = kernels.run("attention", fits, kernel, plain, qkv_BTKJH, *rope, lengths_B, *cached, *weights)
     return mixed_BTKGH, kept

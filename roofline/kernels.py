@@ -130,7 +130,7 @@ def _activation_bytes(job: CompileJob) -> float:
     step, heads = job.step, job.config.num_attention_heads / job.num_devices
     squares = step.batch * heads * step.query_len * step.kv_len * job.config.num_hidden_layers
     inner = 4 * squares * dtype_bits(job.dtype) / 8  # scores and probabilities, each written and read
-    return float(sum_rows(count_inventory(job))["activation_bytes"]) - inner
+    return float(sum_rows(count_inventory(job))["activation_bytes"] - inner)
 
 
 def _routed_bytes(job: CompileJob) -> float:

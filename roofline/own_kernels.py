@@ -1,7 +1,8 @@
 """What qwenjax's own GPU kernels compute and read: a compiled program shows of them a name, operands and results.
 
 Weights that a kernel picks from and a cache that it attends count as the inventory has them; every other operand and
-result as it is shaped, one that lies where an operand lay not at all but for the new keys and values.
+result as it is shaped, one that lies where an operand lay not at all but for the new keys and values. Attention counts
+the pairs that the mask keeps: a block on the diagonal computes more.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ OWN_KERNELS: Final[Mapping[str, OwnKernel]] = {
     "rms_norm": OwnKernel(),
     "decode_attention": OwnKernel(_ATTENTION, apart=(4, 5), joins=("qk_norm", "rope", "scores", "softmax", "values")),
     "combine_parts": OwnKernel(),
+    "rope_fill": OwnKernel(apart=(4, 5), joins=("qk_norm", "rope")),
+    "prefill_attention": OwnKernel(_ATTENTION, apart=(1, 2), joins=("scores", "softmax", "values")),
     "narrow_product": OwnKernel(multiplies=True),
     "narrow_gated": OwnKernel(multiplies=True),
 }

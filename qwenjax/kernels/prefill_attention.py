@@ -44,7 +44,7 @@ def prefill_attention(
 
     queries = pl.BlockSpec((None, block_q, None, None, head_dim), own)
     cached = pl.BlockSpec((None, None, capacity, head_dim), lambda t, n, b: (b, n // group, 0, 0))
-    with jax.named_scope("values"):
+    with jax.named_scope("scores"):
         mixed_BTKGH: Array = pl.pallas_call(
             partial(_kernel, tokens=tokens, block_k=block_k, window=window),
             grid=(blocks, kv_heads * group, batch),
