@@ -115,7 +115,7 @@ WIDE = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 CONFIGS = {
     "qwen2": tiny.config("qwen2", **WIDE),
     "windowed": tiny.config("qwen3", **WIDE, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    "experts": tiny.moe_config(**WIDE),
+    "experts": tiny.moe_config(**WIDE, num_experts=4, num_experts_per_tok=4),  # no rounding can change the choice
 }
 
 
