@@ -495,3 +495,45 @@ def test_a_flag_that_xla_does_not_know_is_told(gpu_compiler: None, monkeypatch: 
         compile_steps([CompileJob(tiny.config(), Step.decode(1, 16), load_hardware("l4"))])
     assert "the compiler refuses: " in str(refused.value)
     assert "XLA_FLAGS" in str(refused.value)
+
+
+# qwenjax's own kernels, of which a program shows a name, operands and results.
+
+OWN = """HloModule own
+
+ENTRY %main (qkv: bf16[1,4,9,128], angles: bf16[1,64], lengths: s32[1], cache: bf16[1,4,2048,128]) -> bf16[1,4,7,128] {
+  %qkv = bf16[1,4,9,128]{3,2,1,0} parameter(0)
+  %angles = bf16[1,64]{1,0} parameter(1)
+  %lengths = s32[1]{0} parameter(2)
+  %cache = bf16[1,4,2048,128]{3,2,1,0} parameter(3)
+  ROOT %attend = (bf16[1,4,7,128]{3,2,1,0}, bf16[1,4,2048,128]{3,2,1,0}, bf16[1,4,2048,128]{3,2,1,0}) custom-call(%qkv, %angles, %angles, %lengths, %cache, %cache), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (4, {}), {2}: (5, {})}TAIL
+}
+"""  # noqa: E501
+
+
+def own_call(op: str, kernel: str) -> str:
+    return f', metadata={{op_name="{LAYER}/{op}/{kernel}/pallas_call"}}'
+
+
+def test_an_own_kernel_reads_the_cache_and_writes_one_position_of_it() -> None:
+    text = OWN.replace("TAIL", own_call("scores", "decode_attention"))
+    kernel = rows(text)["attend"]
+    assert (kernel.kind, kernel.op, kernel.source) == ("pallas decode_attention", "scores", "inventory")
+    assert kernel.ops == ("rope", "scores", "softmax", "values")
+    assert kernel.flops == 2 * (2 * 28 * 128 * 16)  # 16 positions, as the step has
+    assert kernel.read_bytes == 2 * (2 * 16 * 4 * 128) + 2 * 4 * 9 * 128 + 2 * 64 + 4
+    assert kernel.write_bytes == 2 * 4 * 7 * 128 + 2 * (2 * 4 * 128)
+
+
+def test_an_own_product_reads_a_weight_once_though_it_is_passed_twice() -> None:
+    text = """HloModule own
+
+ENTRY %main (x: bf16[32,256], w: bf16[2,512,256]) -> bf16[32,512] {
+  %x = bf16[32,256]{1,0} parameter(0)
+  %w = bf16[2,512,256]{2,1,0} parameter(1)
+  ROOT %multiply = bf16[32,512]{1,0} custom-call(%x, %w, %w), custom_call_target="__gpu$xla.gpu.triton"TAIL
+}
+""".replace("TAIL", own_call("gate_up_proj", "narrow_gated"))
+    kernel = rows(text)["multiply"]
+    assert (kernel.op, kernel.flops) == ("gate_up_proj", 2 * 32 * 2 * 512 * 256)
+    assert (kernel.read_bytes, kernel.write_bytes) == (2 * 32 * 256 + 2 * 2 * 512 * 256, 2 * 32 * 512)
