@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,28 +15,39 @@ from qwenjax.kernels import experts as kernel
 from qwenjax.kernels.routing import choose, fits_choose, group
 from qwenjax.moe import choose_experts, run_experts
 
-DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+FLOAT32, BFLOAT16 = (jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)  # with the tolerance
 run = jax.jit(partial(kernel.experts, interpret=True))
 reference = jax.jit(partial(run_experts, way="dense"))
 
 
-def normal(seed: int, *sizes: int, dtype: Any = jnp.float32) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(sizes), dtype)
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Nearly all the time would be XLA's; what is compared is compiled alike, and unoptimised."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def normal(seed: int, *sizes: int, scale: float = 1.0, dtype: Any = np.float32) -> Any:
+    return (scale * np.random.default_rng(seed).standard_normal(sizes)).astype(dtype)
 
 
 def check(chosen_NA: Any, experts: int, width: int, hidden: int, dtype: Any, tolerance: float) -> None:
     """The kernel against the dense way, within a tolerance of the greatest expected value."""
-    chosen_NA = jnp.asarray(chosen_NA, jnp.int32)
     tokens, per_token = chosen_NA.shape
-    x_ND = normal(1, tokens, hidden, dtype=dtype)
-    weights_NA = jax.nn.softmax(normal(2, tokens, per_token)).astype(dtype)
-    gate_up_ECFD = (normal(3, experts, 2, width, hidden) * hidden**-0.5).astype(dtype)
-    down_EDF = (normal(4, experts, hidden, width) * width**-0.5).astype(dtype)
-    out_ND = run(x_ND, weights_NA, chosen_NA, gate_up_ECFD, down_EDF)
-    expected = reference(x_ND[None], weights_NA[None], chosen_NA[None], gate_up_ECFD, down_EDF)[0]
-    assert (out_ND.dtype, out_ND.shape) == (x_ND.dtype, x_ND.shape)
-    wide = np.asarray(expected, np.float32)
-    np.testing.assert_allclose(np.asarray(out_ND, np.float32), wide, rtol=0, atol=tolerance * np.abs(wide).max())
+    arrays = (
+        normal(1, tokens, hidden, dtype=dtype),
+        np.random.default_rng(2).uniform(0.05, 0.5, (tokens, per_token)).astype(dtype),
+        chosen_NA.astype(np.int32),
+    )
+    gate_up_ECFD = normal(3, experts, 2, width, hidden, scale=hidden**-0.5, dtype=dtype)
+    down_EDF = normal(4, experts, hidden, width, scale=width**-0.5, dtype=dtype)
+    out_ND = run(*arrays, gate_up_ECFD, down_EDF)
+    expected = reference(*(array[None] for array in arrays), gate_up_ECFD, down_EDF)
+    assert (out_ND.dtype, out_ND.shape) == (dtype, (tokens, hidden))
+    wide = np.asarray(expected).astype(np.float32)[0]
+    actual = np.asarray(out_ND).astype(np.float32)
+    np.testing.assert_allclose(actual, wide, rtol=0, atol=tolerance * np.abs(wide).max())
 
 
 def routed(tokens: int, experts: int, per_token: int, skew: float = 1.0) -> Any:
@@ -44,26 +56,25 @@ def routed(tokens: int, experts: int, per_token: int, skew: float = 1.0) -> Any:
     return np.argsort(-scores_NE, axis=1)[:, :per_token]
 
 
-@DTYPES
 @pytest.mark.parametrize(
-    ("experts", "per_token", "width", "hidden"),
+    ("experts", "per_token", "width", "hidden", "dtype", "tolerance"),
     [
-        (16, 8, 96, 128),
-        (60, 4, 88, 160),  # Qwen1.5-MoE: neither experts nor widths are powers of two
-        (7, 5, 130, 264),  # experts of a token that aren't either, and sums that end within a block
+        (16, 8, 96, 128, *BFLOAT16),
+        (60, 4, 88, 160, *FLOAT32),  # Qwen1.5-MoE: neither experts nor widths are powers of two
+        (7, 5, 130, 264, *FLOAT32),  # experts of a token that aren't either, and sums that end within a block
     ],
 )
 def test_one_token(experts: int, per_token: int, width: int, hidden: int, dtype: Any, tolerance: float) -> None:
     check(routed(1, experts, per_token), experts, width, hidden, dtype, tolerance)
 
 
-@DTYPES
 @pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "width", "hidden"),
+    ("tokens", "experts", "per_token", "width", "hidden", "dtype", "tolerance"),
     [
-        (2, 60, 4, 88, 160),  # most experts without rows
-        (20, 12, 3, 100, 72),  # tiles of 16 alone; no axis a multiple of its block
-        (60, 6, 4, 96, 128),  # 40 rows an expert, tiles of up to 64
+        (2, 60, 4, 88, 160, *FLOAT32),  # most experts without rows
+        (20, 12, 3, 100, 72, *FLOAT32),  # tiles of 16 alone; no axis a multiple of its block
+        (60, 6, 4, 96, 128, *FLOAT32),  # 40 rows an expert, tiles of up to 64
+        (60, 6, 4, 96, 128, *BFLOAT16),
     ],
 )
 def test_several_tokens(
@@ -76,12 +87,12 @@ def test_many_rows_an_expert() -> None:
     """Tiles of every size: 400 rows of the favoured expert are three of 128 and one of 16, 95 are 64 and 32."""
     per_expert = [400, 0, 95, 17, 0]
     chosen_N1 = np.random.default_rng(6).permutation(np.repeat(np.arange(5), per_expert))[:, None]
-    check(np.concatenate([chosen_N1, np.full_like(chosen_N1, 4)], 1), 5, 40, 48, jnp.float32, 1e-5)
+    check(np.concatenate([chosen_N1, np.full_like(chosen_N1, 4)], 1), 5, 40, 48, *FLOAT32)
 
 
 @pytest.mark.parametrize("expert", [0, 8])
 def test_all_rows_of_one_expert(expert: int) -> None:
-    check(np.full((37, 1), expert), 9, 48, 64, jnp.float32, 1e-5)
+    check(np.full((37, 1), expert), 9, 48, 64, *FLOAT32)
 
 
 @pytest.mark.parametrize(("rows", "experts"), [(8, 64), (256, 60), (2500, 9), (1024, 5)])
@@ -94,12 +105,13 @@ def test_rows_are_grouped_as_a_stable_sort_does(rows: int, experts: int) -> None
     assert ends_E.tolist() == np.cumsum(counts_E).tolist()
 
 
-@DTYPES
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(("experts", "per_token"), [(128, 8), (60, 4), (7, 7)])
+@pytest.mark.parametrize(
+    ("experts", "per_token", "renormalise", "dtype", "tolerance"),
+    [(128, 8, True, *BFLOAT16), (60, 4, False, *BFLOAT16), (60, 4, True, *FLOAT32), (7, 7, False, *FLOAT32)],
+)
 def test_the_choice_of_experts(experts: int, per_token: int, renormalise: bool, dtype: Any, tolerance: float) -> None:
     """Indices exactly: the first token's scores are all equal and the second's in threes, so that the lower wins."""
-    logits_NE = np.array(normal(8, 5, experts))
+    logits_NE = normal(8, 5, experts)
     logits_NE[0], logits_NE[1] = 0.5, np.arange(experts) // 3
     logits_NE = jnp.asarray(logits_NE, dtype)
     weights, chosen = choose(logits_NE, experts_per_token=per_token, renormalise=renormalise, interpret=True)

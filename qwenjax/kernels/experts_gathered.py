@@ -1,7 +1,8 @@
 """A single token's experts: two kernels, bound by the bandwidth at which they read those experts' weights once.
 
 No tensor cores: a program takes a few rows of weights, keeps the sums of each thread's channels apart and adds them up
-at its end, so that nothing stands between its loads.
+at its end. What the rows are multiplied with is loaded as often as there are rows, in the same layout, from L1: a
+broadcast would go through shared memory, with barriers between the loads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 
 Array = jax.Array
 Ref = Any  # JAX's annotations of its own references don't fit together
-_UP_ROWS: Final = 8  # of gate and of up that a program of the first kernel reads
+_UP_ROWS: Final = 4  # of gate and of up that a program of the first kernel reads
 _UP_SUMMED: Final = 256  # channels of them at a time
 _DOWN_ROWS: Final = 32  # of all experts that a program of the second kernel reads
 _DOWN_SUMMED: Final = 128
@@ -33,7 +34,7 @@ def gathered(
             _gate_up,
             grid=(pl.cdiv(width, _UP_ROWS), per_token),
             in_specs=[
-                pl.BlockSpec((None, hidden), lambda f, a: (0, 0)),
+                pl.BlockSpec((1, hidden), lambda f, a: (0, 0)),
                 pl.BlockSpec((None, None), lambda f, a: (0, a)),
                 pl.BlockSpec((2 * experts * width, hidden), lambda f, a: (0, 0)),
             ],
@@ -64,16 +65,16 @@ def gathered(
 
 
 def _gate_up(x_ref: Ref, expert_ref: Ref, gate_up_ref: Ref, hidden_ref: Ref) -> None:
-    (summed,), (width,) = x_ref.shape, hidden_ref.shape
+    (_, summed), (width,) = x_ref.shape, hidden_ref.shape
     column_M = pl.program_id(0) * _UP_ROWS + jnp.arange(_UP_ROWS)
     gate_M = expert_ref[...] * (2 * width) + jnp.minimum(column_M, width - 1)
     sums = [jnp.zeros((_UP_ROWS, _UP_SUMMED), jnp.float32)] * 2
     for start in range(0, summed, _UP_SUMMED):
         at_K = start + jnp.arange(_UP_SUMMED)
         mask = None if start + _UP_SUMMED <= summed else at_K < summed
-        x_K = plt.load(x_ref.at[at_K], mask=mask, other=None if mask is None else 0).astype(jnp.float32)
+        x_MK = _tile(x_ref, jnp.zeros_like(column_M)[:, None], at_K[None], mask)
         for i, row_M in enumerate((gate_M, gate_M + width)):
-            sums[i] += _tile(gate_up_ref, row_M[:, None], at_K[None], mask) * x_K[None]
+            sums[i] += _tile(gate_up_ref, row_M[:, None], at_K[None], mask) * x_MK
     gate_M, up_M = (jnp.sum(total, axis=1).astype(hidden_ref.dtype) for total in sums)
     hidden_M = jax.nn.silu(gate_M.astype(jnp.float32)).astype(hidden_ref.dtype) * up_M
     plt.store(hidden_ref.at[column_M], hidden_M, mask=column_M < width)
@@ -88,12 +89,13 @@ def _down(hidden_ref: Ref, weights_ref: Ref, chosen_ref: Ref, down_ref: Ref, out
     weights_A = plt.load(weights_ref.at[at_A], mask=given_A, other=0)
     column_M = pl.program_id(0) * rows + jnp.arange(rows)
     row_AM = expert_A[:, None] * hidden + jnp.minimum(column_M, hidden - 1)[None]
+    source_AM = jnp.broadcast_to(jnp.minimum(at_A, per_token - 1)[:, None], row_AM.shape)
     total_AMK = jnp.zeros((padded, rows, _DOWN_SUMMED), jnp.float32)
     for start in range(0, width, _DOWN_SUMMED):
         at_K = start + jnp.arange(_DOWN_SUMMED)
         mask = None if start + _DOWN_SUMMED <= width else at_K < width
-        hidden_AK = _tile(hidden_ref, jnp.minimum(at_A, per_token - 1)[:, None], at_K[None], mask)
-        total_AMK += _tile(down_ref, row_AM[:, :, None], at_K[None, None], mask) * hidden_AK[:, None]
+        hidden_AMK = _tile(hidden_ref, source_AM[:, :, None], at_K[None, None], mask)
+        total_AMK += _tile(down_ref, row_AM[:, :, None], at_K[None, None], mask) * hidden_AMK
     out_AM = jnp.sum(total_AMK, axis=2).astype(out_ref.dtype) * weights_A[:, None]
     out_AM = jnp.where(given_A[:, None], out_AM.astype(jnp.float32), 0.0)
     plt.store(out_ref.at[column_M], jnp.sum(out_AM, axis=0).astype(out_ref.dtype), mask=column_M < hidden)
