@@ -31,12 +31,18 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(num_rows: int, num_experts: int) -> _Tiling:
-    """Small tiles for a decode step, bound by bandwidth; large ones where an expert has many rows on average."""
+    """Small tiles for a decode step, bound by bandwidth; large ones where an expert has many rows on average.
+
+    Each tile reads the program's weights again, and 50 kB of shared memory leave room for two programs or three.
+    """
     average = num_rows // num_experts
-    if average < 2 * _SMALLEST:
-        return _Tiling((_SMALLEST,), 32, 64, plt.CompilerParams(num_warps=4, num_stages=4))
+    four_warps = plt.CompilerParams(num_warps=4, num_stages=4)
+    if average < 8:
+        return _Tiling((_SMALLEST,), 32, 64, four_warps)
+    if average < 32:
+        return _Tiling((64, 32, _SMALLEST), 32, 64, four_warps)
     if average < 128:
-        return _Tiling((64, 32, _SMALLEST), 64, 32, plt.CompilerParams(num_warps=4, num_stages=4))
+        return _Tiling((64, 32, _SMALLEST), 64, 32, four_warps)
     return _Tiling((128, 64, 32, _SMALLEST), 64, 32, plt.CompilerParams(num_warps=8, num_stages=4))
 
 
