@@ -84,12 +84,12 @@ def _down(hidden_ref: Ref, weights_ref: Ref, chosen_ref: Ref, down_ref: Ref, out
     (per_token, width), (hidden,) = hidden_ref.shape, out_ref.shape
     padded, rows = pl.next_power_of_2(per_token), _down_rows(per_token)
     at_A = jnp.arange(padded)
-    given_A = at_A < per_token
-    expert_A = plt.load(chosen_ref.at[at_A], mask=given_A, other=0)
-    weights_A = plt.load(weights_ref.at[at_A], mask=given_A, other=0)
+    source_A = jnp.minimum(at_A, per_token - 1)  # padding is the last expert again, with no weight
+    expert_A = plt.load(chosen_ref.at[source_A])
+    weights_A = plt.load(weights_ref.at[at_A], mask=at_A < per_token, other=0)
     column_M = pl.program_id(0) * rows + jnp.arange(rows)
     row_AM = expert_A[:, None] * hidden + jnp.minimum(column_M, hidden - 1)[None]
-    source_AM = jnp.broadcast_to(jnp.minimum(at_A, per_token - 1)[:, None], row_AM.shape)
+    source_AM = jnp.broadcast_to(source_A[:, None], row_AM.shape)
     total_AMK = jnp.zeros((padded, rows, _DOWN_SUMMED), jnp.float32)
     for start in range(0, width, _DOWN_SUMMED):
         at_K = start + jnp.arange(_DOWN_SUMMED)
@@ -97,8 +97,8 @@ def _down(hidden_ref: Ref, weights_ref: Ref, chosen_ref: Ref, down_ref: Ref, out
         hidden_AMK = _tile(hidden_ref, source_AM[:, :, None], at_K[None, None], mask)
         total_AMK += _tile(down_ref, row_AM[:, :, None], at_K[None, None], mask) * hidden_AMK
     out_AM = jnp.sum(total_AMK, axis=2).astype(out_ref.dtype) * weights_A[:, None]
-    out_AM = jnp.where(given_A[:, None], out_AM.astype(jnp.float32), 0.0)
-    plt.store(out_ref.at[column_M], jnp.sum(out_AM, axis=0).astype(out_ref.dtype), mask=column_M < hidden)
+    out_M = jnp.sum(out_AM.astype(jnp.float32), axis=0)
+    plt.store(out_ref.at[column_M], out_M.astype(out_ref.dtype), mask=column_M < hidden)
 
 
 def _down_rows(per_token: int) -> int:
