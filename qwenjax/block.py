@@ -33,10 +33,12 @@ def _gated(ops: tuple[str, str], h_BTD: Array, gate_up_CFD: Array) -> Array:
 
 
 class Products(NamedTuple):
-    """How a block computes: (op, x, weight), (ops, x, gate and up), and `run_experts` or what stands in for it."""
+    """How a block computes: `contract`, silu(gate) * up from (ops, x, gate and up), `choose_experts` and `run_experts`,
+    or what stands in for them."""
 
     contract: Callable[[str, Array, Array], Array] = contract
     gated: Callable[[tuple[str, str], Array, Array], Array] = _gated
+    choose: Callable[[Array, int, bool], tuple[Array, Array]] = choose_experts
     experts: Callable[..., Array] = run_experts
 
 
@@ -155,7 +157,7 @@ class Block(nnx.Module):
         router's logits."""
         config, products = self.config, products or PLAIN
         logits_BTE = router_logits(h_BTD, self.router[...])
-        weights_BTA, chosen_BTA = choose_experts(logits_BTE, config.num_experts_per_tok, config.norm_topk_prob)
+        weights_BTA, chosen_BTA = products.choose(logits_BTE, config.num_experts_per_tok, config.norm_topk_prob)
         stacks = self.experts_gate_up_proj[...], self.experts_down_proj[...]
         routed_BTD = products.experts(h_BTD, weights_BTA, chosen_BTA, *stacks)
         if not config.has_shared_expert:

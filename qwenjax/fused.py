@@ -17,10 +17,11 @@ from qwenjax.block import PLAIN, Block, KeyValue, Products, block_graph
 from qwenjax.cache import check_room
 from qwenjax.config import ModelConfig
 from qwenjax.kernels import decode_attention as decoding
+from qwenjax.kernels import experts as routed
 from qwenjax.kernels import norm as norms
 from qwenjax.kernels import prefill_attention as prefilling
 from qwenjax.kernels import product as narrow
-from qwenjax.kernels import rope_fill
+from qwenjax.kernels import rope_fill, routing
 from qwenjax.kernels.choice import Kernels
 from qwenjax.layers import attention, contract, rms_norm
 from qwenjax.ops import Scope
@@ -108,7 +109,41 @@ def _products(kernels: Kernels) -> Products:
         hidden_BTF: Array = kernels.run("product", fits, kernel, partial(PLAIN.gated, ops), h_BTD, gate_up_CFD)
         return hidden_BTF
 
-    return Products(multiply, gated)
+    return Products(multiply, gated, partial(_choose, kernels), partial(_experts, kernels))
+
+
+def _choose(kernels: Kernels, logits_BTE: Array, per_token: int, renormalise: bool) -> tuple[Array, Array]:
+    """Weights and indices of each token's experts, both [B, T, A]."""
+    *rows, experts = logits_BTE.shape
+
+    def kernel(logits_BTE: Array, interpret: bool = False) -> tuple[Array, ...]:
+        chosen = routing.choose(
+            logits_BTE.reshape(-1, experts), experts_per_token=per_token, renormalise=renormalise, interpret=interpret
+        )
+        return tuple(array_NA.reshape(*rows, per_token) for array_NA in chosen)
+
+    def plain(logits_BTE: Array) -> tuple[Array, Array]:
+        return PLAIN.choose(logits_BTE, per_token, renormalise)
+
+    fits = routing.fits_choose(logits_BTE.reshape(-1, experts), per_token)
+    weights_BTA, chosen_BTA = kernels.run("experts", fits, kernel, plain, logits_BTE)
+    return weights_BTA, chosen_BTA
+
+
+def _experts(kernels: Kernels, x_BTD: Array, weights_BTA: Array, chosen_BTA: Array, *stacks: Array) -> Array:
+    """Each token's weighted sum over its experts, [B, T, D]."""
+
+    def merged(x_BTD: Array, weights_BTA: Array, chosen_BTA: Array) -> list[Array]:
+        return [array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTA, chosen_BTA)]
+
+    def kernel(x_BTD: Array, weights_BTA: Array, chosen_BTA: Array, *stacks: Array, interpret: bool = False) -> Array:
+        rows = merged(x_BTD, weights_BTA, chosen_BTA)
+        return routed.experts(*rows, *stacks, interpret=interpret).reshape(x_BTD.shape)
+
+    x_ND, weights_NA, _ = merged(x_BTD, weights_BTA, chosen_BTA)
+    fits = routed.fits(x_ND, weights_NA, *stacks)
+    mixed_BTD: Array = kernels.run("experts", fits, kernel, PLAIN.experts, x_BTD, weights_BTA, chosen_BTA, *stacks)
+    return mixed_BTD
 
 
 def _merged(x: Array, weight: Array, rows: tuple[int, ...]) -> tuple[Array, Array]:

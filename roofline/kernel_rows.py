@@ -15,7 +15,7 @@ from roofline.count import Attention, CountRow, DtypePolicy, Experts, count_step
 from roofline.gpu_compile import CompileJob, mesh_sizes
 from roofline.hlo import Computation, Instruction, Module
 from roofline.hlo_cost import Touched, count_kernel, product_flops
-from roofline.own_kernels import count_own, joined_ops, own_name
+from roofline.own_kernels import count_own, joined_ops, own_name, padded_share
 from roofline.predict import device_of
 
 OTHER = "other"  # the op of a kernel that no named scope and no weight tells
@@ -163,6 +163,8 @@ class _Reader:
         self.device = device_of(job.hardware, DtypePolicy.of(job.dtype))
         self.inventory = {row.op: row for row in count_inventory(job)}
         self.flash = {row.op: row for row in count_inventory(job, attention="causal")}
+        tokens = job.step.batch * job.step.query_len
+        self.padded = padded_share(tokens, job.config) if job.config.is_moe else 1.0
         self.host_devices = mesh_sizes(job.mesh)[2]
 
     def kernel(self, run: _Run) -> Kernel:
@@ -175,7 +177,7 @@ class _Reader:
             touched = Touched(touched.read_bytes, collective.result_bytes, {})
         own = own_name(instruction.op_name) if instruction.opcode == "custom-call" else None
         if own:
-            touched, source = count_own(instruction, run.within, own, self.flash), "inventory"
+            touched, source = count_own(instruction, run.within, own, self.flash, self.padded), "inventory"
         elif instruction.opcode == "custom-call" and not touched.flops and op in self.inventory:
             touched, source = self.hidden(instruction, run.within, op, touched), "inventory"
         compute_s = sum(flops / self.rate(dtype) for dtype, flops in touched.flops.items())

@@ -7,11 +7,14 @@ the pairs that the mask keeps: a block on the diagonal computes more.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from qwenjax.config import ModelConfig
 from roofline.count import CountRow
 from roofline.hlo import Computation, Instruction
 from roofline.hlo_cost import Touched
@@ -24,22 +27,30 @@ class OwnKernel:
     """`ops`: whose products it computes and whose weights or cache it reads; `apart`: the operands that hold these.
 
     `multiplies`: it is the product of its first operand's rows, [M, D], with the whole second one. `joins`: every op of
-    the inventory that it does, where its path doesn't tell.
+    the inventory that it does, where its path doesn't tell. `tiles_rows`: an expert's rows are rounded up to a tile's.
     """
 
     ops: tuple[str, ...] = ()
     apart: tuple[int, ...] = ()
     multiplies: bool = False
     joins: tuple[str, ...] = ()
+    tiles_rows: bool = False
 
 
-_ATTENTION = ("scores", "values")
+_ATTENTION, _GATE_UP, _DOWN = ("scores", "values"), ("experts_gate_up_proj",), ("experts_down_proj",)
+_TILE_ROWS = 16  # an expert's rows are rounded up to them, see qwenjax.kernels.experts_grouped
 OWN_KERNELS: Final[Mapping[str, OwnKernel]] = {
     "rms_norm": OwnKernel(),
     "decode_attention": OwnKernel(_ATTENTION, apart=(4, 5), joins=("qk_norm", "rope", "scores", "softmax", "values")),
     "combine_parts": OwnKernel(),
     "rope_fill": OwnKernel(apart=(4, 5), joins=("qk_norm", "rope")),
     "prefill_attention": OwnKernel(_ATTENTION, apart=(1, 2), joins=("scores", "softmax", "values")),
+    "choose_experts": OwnKernel(),
+    "group_rows": OwnKernel(),
+    "gathered_gate_up": OwnKernel(_GATE_UP, apart=(2,)),
+    "gathered_down": OwnKernel(_DOWN, apart=(3,)),
+    "grouped_gate_up": OwnKernel(_GATE_UP, apart=(4,), tiles_rows=True),
+    "grouped_down": OwnKernel(_DOWN, apart=(5,), tiles_rows=True),
     "narrow_product": OwnKernel(multiplies=True),
     "narrow_gated": OwnKernel(multiplies=True),
 }
@@ -56,8 +67,27 @@ def joined_ops(name: str | None, inventory: Mapping[str, CountRow]) -> tuple[str
     return tuple(op for op in OWN_KERNELS[name].joins if op in inventory) if name else ()
 
 
-def count_own(call: Instruction, within: Computation, name: str, inventory: Mapping[str, CountRow]) -> Touched:
-    """One run of an own kernel: the inventory's rows are summed over layers, and a kernel runs once a layer."""
+def padded_share(tokens: int, config: ModelConfig) -> float:
+    """Rows that the grouped kernels compute over those that were routed, expected under uniform routing.
+
+    Each token chooses an expert with probability A / E, so an expert's rows are binomial.
+    """
+    chance = config.num_experts_per_tok / config.num_experts
+    if chance == 1:
+        return -(-tokens // _TILE_ROWS) * _TILE_ROWS / tokens
+    steps = (math.log((tokens - n) / (n + 1) * chance / (1 - chance)) for n in range(tokens))
+    logs = itertools.accumulate(steps, initial=tokens * math.log1p(-chance))  # of the chance of n rows, 0 to all
+    rows = sum(math.exp(log) * -(-n // _TILE_ROWS) * _TILE_ROWS for n, log in enumerate(logs))
+    return rows / (tokens * chance)
+
+
+def count_own(
+    call: Instruction, within: Computation, name: str, inventory: Mapping[str, CountRow], padded: float
+) -> Touched:
+    """One run of an own kernel: the inventory's rows are summed over layers, and a kernel runs once a layer.
+
+    `padded` is `padded_share` of the step.
+    """
     kernel = OWN_KERNELS[name]
     rows = [inventory[op] for op in kernel.ops]
     shared = _shared(call)
@@ -68,6 +98,8 @@ def count_own(call: Instruction, within: Computation, name: str, inventory: Mapp
     made = sum(array.bytes for i, array in enumerate(call.arrays) if i not in shared)
     kept = sum(row.kv_write_bytes / row.layers for row in inventory.values()) if shared else 0
     flops = sum(row.flops // row.layers for row in rows)
+    if kernel.tiles_rows:
+        flops = round(flops * padded)
     if kernel.multiplies:
         flops += 2 * given[0].arrays[0].dims[0] * given[1].elements
     return Touched(round(stored) + passed, made + round(kept), {"": flops} if flops else {})
