@@ -47,9 +47,9 @@ def test_residual_and_norm(dtype: Any, tolerance: float, channels: int) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("rows", [1, 20])
 def test_products_of_few_rows(dtype: Any, tolerance: float, rows: int) -> None:
-    """72 columns are no multiple of a program's 32."""
+    """72 columns are no multiple of a program's 16."""
     x, weight = normal(1, rows, 256, dtype=dtype), normal(2, 2, 72, 256, dtype=dtype)
     close(product.product(x, weight[0], interpret=True), x @ weight[0].T, tolerance)
     expected = swiglu(jnp.einsum("md,cfd->mcf", x, weight))

@@ -1,8 +1,8 @@
 """Matrix products of few rows, a decode step's: each weight is read once, and nothing but the result is written.
 
-XLA cuts the sum of such a product over several programs, to fill the GPU, and writes their partial results in float32;
-for two to 64 rows these are a few percent of the weights. Here the outputs alone are split. The gated product also
-joins what follows it, silu(gate) * up, and doesn't write the two.
+XLA cuts the sum of such a product over several programs, to fill the GPU, writes their partial results in float32 and
+adds them up in a kernel more; for a few rows these are some percent of the weights. Here the outputs alone are split,
+thin enough to fill the GPU. The gated product also joins what follows it, silu(gate) * up, and doesn't write the two.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from jax.experimental.pallas import triton as pltriton
 from qwenjax.kernels.choice import is_narrow
 
 Array = jax.Array
-_COLUMNS: Final = 32  # of the result, of one program
-_SUMMED: Final = 128  # channels that a program takes at once
+_MANY_COLUMNS: Final = 8192  # of a result, from which on a program takes 32 of them in place of 16
+_SUMMED: Final = 128  # channels that a program takes at once, or twice as many of 16 columns
 _FEWEST_ROWS: Final = 16  # of a Triton product; fewer are padded
 _MOST_ROWS: Final = 64
+_SHARED_BYTES: Final = 80_000  # of a program's operands at all stages together; an RTX 4090 has 101,376
 
 
 def fits(x_MD: Array, weight: Array) -> bool:
-    """Two to 64 rows: one alone needs no product's tiles, and more are XLA's to tile."""
-    return is_narrow(x_MD, weight) and 2 <= x_MD.shape[0] <= _MOST_ROWS and x_MD.shape[1] % _SUMMED == 0
+    """Up to 64 rows: more are XLA's to tile."""
+    return is_narrow(x_MD, weight) and 1 <= x_MD.shape[0] <= _MOST_ROWS and x_MD.shape[1] % _SUMMED == 0
 
 
 def product(x_MD: Array, weight_FD: Array, *, interpret: bool = False) -> Array:
@@ -41,45 +42,54 @@ def gated(x_MD: Array, gate_up_CFD: Array, *, interpret: bool = False) -> Array:
 
 def _call(name: str, x_MD: Array, weight_CFD: Array, interpret: bool) -> Array:
     (rows, summed), (factors, columns, _) = x_MD.shape, weight_CFD.shape
+    width = 32 if columns > _MANY_COLUMNS else 16
+    step = 2 * _SUMMED if width == 16 and summed % (2 * _SUMMED) == 0 else _SUMMED
+    stage_bytes = x_MD.dtype.itemsize * step * (_padded(rows) + factors * width)
     made: Array = pl.pallas_call(
-        partial(_multiply, columns=columns),
-        grid=(pl.cdiv(columns, _COLUMNS),),
+        partial(_multiply, width=width, step=step),
+        grid=(pl.cdiv(columns, width),),
         in_specs=[pl.BlockSpec((rows, summed), lambda i: (0, 0))]
         + [pl.BlockSpec((None, columns, summed), lambda i, c=c: (c, 0, 0)) for c in range(factors)],
         out_specs=pl.BlockSpec((rows, columns), lambda i: (0, 0)),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x_MD.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=4),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=max(2, min(4, _SHARED_BYTES // stage_bytes))),
         interpret=interpret,
         name=name,
     )(x_MD, *[weight_CFD] * factors)
     return made
 
 
-def _multiply(x_ref: Any, *refs: Any, columns: int) -> None:
+def _multiply(x_ref: Any, *refs: Any, width: int, step: int) -> None:
+    """`width` columns of the result, `step` channels at a time."""
     *weight_refs, result_ref = refs
-    rows, summed = x_ref.shape
-    padded = max(_FEWEST_ROWS, pl.next_power_of_2(rows))
-    start = pl.program_id(0) * _COLUMNS
+    (rows, summed), columns = x_ref.shape, result_ref.shape[1]
+    padded = _padded(rows)
+    start = pl.program_id(0) * width
     row_mask = jnp.arange(padded) < rows
-    column_mask = start + jnp.arange(_COLUMNS) < columns
+    column_mask = start + jnp.arange(width) < columns
 
     def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        at = pl.ds(i * _SUMMED, _SUMMED)
-        x_MD = pltriton.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask), other=0.0)
+        at = pl.ds(i * step, step)
+        x_MD = pltriton.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask, step), other=0.0)
         loaded = [
-            pltriton.load(ref.at[pl.ds(start, _COLUMNS), at], mask=_wide(column_mask), other=0.0) for ref in weight_refs
+            pltriton.load(ref.at[pl.ds(start, width), at], mask=_wide(column_mask, step), other=0.0)
+            for ref in weight_refs
         ]
         return tuple(total + pltriton.dot(x_MD, w.T) for total, w in zip(sums, loaded, strict=True))
 
-    zeros = tuple(jnp.zeros((padded, _COLUMNS), jnp.float32) for _ in weight_refs)
-    sums = jax.lax.fori_loop(0, summed // _SUMMED, add, zeros)
+    zeros = tuple(jnp.zeros((padded, width), jnp.float32) for _ in weight_refs)
+    sums = jax.lax.fori_loop(0, summed // step, add, zeros)
     result, *up = [total.astype(result_ref.dtype) for total in sums]
     if up:
         result = jax.nn.silu(result.astype(jnp.float32)).astype(result.dtype) * up[0]
     pltriton.store(
-        result_ref.at[pl.ds(0, padded), pl.ds(start, _COLUMNS)], result, mask=row_mask[:, None] & column_mask[None]
+        result_ref.at[pl.ds(0, padded), pl.ds(start, width)], result, mask=row_mask[:, None] & column_mask[None]
     )
 
 
-def _wide(mask: Array) -> Array:
-    return jnp.broadcast_to(mask[:, None], (mask.size, _SUMMED))
+def _padded(rows: int) -> int:
+    return max(_FEWEST_ROWS, pl.next_power_of_2(rows))
+
+
+def _wide(mask: Array, width: int) -> Array:
+    return jnp.broadcast_to(mask[:, None], (mask.size, width))
