@@ -71,10 +71,8 @@ def _multiply(x_ref: Any, *refs: Any, width: int, step: int) -> None:
     def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         at = pl.ds(i * step, step)
         x_MD = pltriton.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask, step), other=0.0)
-        loaded = [
-            pltriton.load(ref.at[pl.ds(start, width), at], mask=_wide(column_mask, step), other=0.0)
-            for ref in weight_refs
-        ]
+        mask = _wide(column_mask, step)
+        loaded = [pltriton.load(ref.at[pl.ds(start, width), at], mask=mask, other=0.0) for ref in weight_refs]
         return tuple(total + pltriton.dot(x_MD, w.T) for total, w in zip(sums, loaded, strict=True))
 
     zeros = tuple(jnp.zeros((padded, width), jnp.float32) for _ in weight_refs)
