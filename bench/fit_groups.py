@@ -22,6 +22,7 @@ FREE: Final = (
     "experts",
     "experts_tuned",
     "collectives",
+    "collectives_pcie",
     "layer_s",
     "prefill_layer_s",
     "step_s",

@@ -223,6 +223,32 @@ def test_chunks_follow_each_other_through_a_pipeline(model: str, engine: str, pe
     assert plan_case(replace(case, pp=1), Scheduler(512)).steps.times.sum() == pytest.approx(8)
 
 
+def test_the_last_token_of_a_prompt_can_be_the_first_that_is_decoded() -> None:
+    """Of a prompt of one token nothing is left for a prompt's step, and as many decode steps run as tokens are made."""
+    apart = Scheduler(mixes=False, last_token_decoded=True)
+    first = replace(CASE, metric="ttft_ms", input_len=1, output_len=1)
+    steps = plan_case(first, apart).steps
+    assert (steps.prompts.sum(), steps.times.sum(), steps.context[0]) == (0.0, 1.0, 1.0)
+    steps = plan_case(replace(first, input_len=512), apart).steps
+    assert (steps.prompts * steps.chunk).sum() == 511
+    whole = plan_case(replace(CASE, input_len=512, output_len=64), apart).steps
+    usual = plan_case(replace(CASE, input_len=512, output_len=64), Scheduler(mixes=False)).steps
+    assert (whole.times * whole.decodes).sum() == (usual.times * usual.decodes).sum() + 1 == 64
+
+
+def test_who_queues_also_waits_for_the_step_that_runs() -> None:
+    prompt = replace(CASE, metric="ttft_ms", concurrency=4, input_len=512, output_len=64)
+    alone = plan_case(prompt, Scheduler(mixes=False)).steps
+    queued = plan_case(replace(prompt, ttft_has_queueing=True), Scheduler(mixes=False)).steps
+    assert (queued.times * (queued.decodes > 0)).sum() == (alone.times * (alone.decodes > 0)).sum() + 0.5
+
+
+@pytest.mark.parametrize(("static", "requests"), [(True, 0.0), (False, 1.0)])
+def test_no_request_is_taken_in_while_a_static_batch_runs(static: bool, requests: float) -> None:
+    case = replace(CASE, metric="ttft_ms", output_len=1, static_batch=static)
+    assert plan_case(case, Scheduler(mixes=False)).requests == requests
+
+
 def test_few_chunks_are_under_way_in_a_long_pipeline() -> None:
     case = replace(CASE, engine="llama.cpp", metric="prefill_tok_s", input_len=4096, output_len=0, pp=7)
     assert plan_case(case, Scheduler(512)).steps.times.sum() == pytest.approx(1 + 7 / 4)
@@ -475,6 +501,16 @@ def test_messages_over_pcie_are_large_earlier(chip_id: str, is_large: bool) -> N
     steps = as_steps([Group(1, prompts=1, chunk=512, reached=512.0)])
     terms = step_terms(config, steps, layout_of(config, chip, scheme_of("bf16"), tp=2), chip, load_efficiency(chip)[0])
     assert (terms.values["collectives_staged"][0] > 0) == is_large
+
+
+@pytest.mark.parametrize(("chip_id", "kind"), [("rtx-4090", "collectives_pcie"), ("a100-80gb-sxm", "collectives")])
+def test_links_of_another_kind_have_constants_of_their_own(chip_id: str, kind: str) -> None:
+    """What an engine's small all-reduces take over PCIe says nothing of NVLink, and the other way round."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Llama-3.1-8B")
+    layout = layout_of(config, chip, scheme_of("bf16"), tp=2)
+    terms = step_terms(config, as_steps([Group(1, 1, 512)]), layout, chip, load_efficiency(chip)[0])
+    taken = {name for name, values in terms.values.items() if name.startswith("collectives") and values[0] > 0}
+    assert taken == {kind}
 
 
 @pytest.mark.parametrize(("chip_id", "name", "growth"), [

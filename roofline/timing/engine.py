@@ -39,6 +39,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "experts": Constant("slowdown of the routed experts' products", "1", 0.3, 20, 0.9, 0.4),
     "experts_tuned": Constant("the same with tiles for the shape, as of models with 8 experts", "1", 0.3, 20, 0.9, 0.4),
     "collectives": Constant("slowdown of collectives", "1", 0.3, 20, 1.5, 0.5),
+    "collectives_pcie": Constant("the same of collectives over PCIe", "1", 0.3, 20, 1.5, 0.5),
     "collectives_large": Constant("slowdown of collectives of 48 MiB and more", "1", 0.3, 20, 1.5, 1.0),
     "collectives_staged": Constant("slowdown of collectives of 1 MiB and more over PCIe", "1", 0.3, 20, 1.5, 1.0),
     "elementwise": Constant("slowdown of norms, rotations and activations", "1", 0.3, 10, 1.0, 0.3),

@@ -47,6 +47,7 @@ SECONDS = (
     "experts_tuned",
     "elementwise",
     "collectives",
+    "collectives_pcie",
     "collectives_large",
     "collectives_staged",
 )
@@ -353,20 +354,22 @@ class StepFold:
         calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
         least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
-        name, limit = large_collective(link)
-        large = payload >= limit
-        one = self.np.where(large, one * (host_share(tp) if name == "collectives_staged" else 1.0), one)
+        small, large, limit = collective_kinds(link)
+        is_large = payload >= limit
+        one = self.np.where(is_large, one * (host_share(tp) if large == "collectives_staged" else 1.0), one)
         seconds = self.np.maximum(one, least) * calls
-        self.values["collectives"] += seconds * ~large + logits
-        self.values[name] += seconds * large
+        self.values[small] += seconds * ~is_large + logits
+        self.values[large] += seconds * is_large
         self.values["collective_calls"] += calls
-        self.least["collectives"] += least * calls * ~large + logits
-        self.least[name] += least * calls * large
+        self.least[small] += least * calls * ~is_large + logits
+        self.least[large] += least * calls * is_large
 
 
-def large_collective(link: Link) -> tuple[str, int]:
-    """Kind of the collectives of large messages over a link, and the size from which on a message is one."""
-    return ("collectives_staged", _STAGED_BYTES) if link.name == "pcie" else ("collectives_large", _LARGE_BYTES)
+def collective_kinds(link: Link) -> tuple[str, str, int]:
+    """Kinds of the collectives of small and of large messages over a link, and the size from which on one is large."""
+    if link.name == "pcie":
+        return "collectives_pcie", "collectives_staged", _STAGED_BYTES
+    return "collectives", "collectives_large", _LARGE_BYTES
 
 
 def host_share(devices: int) -> float:
