@@ -121,8 +121,11 @@ _TRT_BUILT_SOURCE: Final = (
     "TensorRT-LLM before 0.10: an engine is built for max_batch_size x max_input_len tokens a step, 64 x 2048 in these "
     "rows' source; a request's whole output reserved"
 )
-_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
-_LMDEPLOY_SOURCE: Final = "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"
+_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False, last_token_decoded=True)
+_LMDEPLOY_SOURCE: Final = (
+    "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences; a prompt's last token is the first that is "
+    "decoded (LlamaBatch.cc)"
+)
 _LLAMA: Final = Scheduler(
     max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False, rows_apart=True
 )
