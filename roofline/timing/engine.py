@@ -47,7 +47,7 @@ CONSTANTS: Final[dict[str, Constant]] = {
     "prefill_layer_s": Constant("device idle in each layer of a step with prompts", "s", 0, 5e-3, 1e-5, 3e-5),
     "step_s": Constant("scheduling, sampling and what else a step waits for", "s", 0, 0.05, 4e-4, 8e-4),
     # Llama-2-7B on two A100s: 12.1 ms a token with remote calls, 8.5 without (vllm-project/vllm pull request 3763).
-    "remote_step_s": Constant("remote calls that start a step on the other devices", "s", 0, 0.05, 3.6e-3, 1.5e-3),
+    "remote_step_s": Constant("remote calls that start a step on the other devices", "s", 0, 0.05, 3.6e-3, 2e-3),
     "hop_s": Constant("a decode step's change from card to card, each with whole layers", "s", 0, 0.01, 2e-4, 2e-4),
     "packed_call_s": Constant("added to each product with quantised weights", "s", 0, 1e-3, 2e-6, 4e-6),
     "sequence_s": Constant("host work for each sequence that gets a token", "s", 0, 1e-3, 1.5e-5, 1.5e-5),
