@@ -506,3 +506,12 @@ def test_no_note_is_read_for_a_prediction() -> None:
         told = replace(case, lengths=lengths)
         assert predict_case(told) == predict_case(replace(told, note="ShareGPT, suite A; LLM.generate, eager, batch 1"))
     assert predict_case(case) != predict_case(replace(case, lengths="recorded"))
+
+
+def test_the_host_launches_a_shared_expert_too() -> None:
+    """28 layers op by op: of three dense layers each with routed experts, of a half more with a shared one."""
+    config, groups = ModelConfig.from_hf("Qwen2-57B-A14B"), [Group(1, 1, 100)]
+    eager = Ways(captured_context=0.0)
+    alone = replace(config, model_type="qwen3_moe", shared_expert_intermediate_size=0)
+    counts = [terms_of(one, groups, eager).values["eager_layers"][0] for one in (alone, config)]
+    assert counts == [28 * 3, 28 * 3.5]

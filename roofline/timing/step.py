@@ -65,6 +65,8 @@ _STAGED_BYTES = 1 << 20  # of a message over PCIe, from where on it goes through
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 GROWN_FRACTION = 0.4  # of the peak bandwidth, where each step copies a layer's cache to make it a token longer
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
+# Of a shared expert beside them, over the 13 of a dense layer: three products, activation, gate, its scaling, the sum.
+SHARED_LAUNCHES = 0.5
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
 
@@ -168,7 +170,7 @@ class StepFold:
             prefills = prefills * (steps.tokens > ROWS_APART)
         self.values["layers"] += layers * (1 - prefills)
         sparse = float(len(self.config.sparse_layers))
-        launches = layers + (SPARSE_LAUNCHES - 1) * sparse
+        launches = layers + (SPARSE_LAUNCHES - 1 + SHARED_LAUNCHES * self.config.has_shared_expert) * sparse
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.ways.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
