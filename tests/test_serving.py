@@ -515,3 +515,21 @@ def test_the_host_launches_a_shared_expert_too() -> None:
     alone = replace(config, model_type="qwen3_moe", shared_expert_intermediate_size=0)
     counts = [terms_of(one, groups, eager).values["eager_layers"][0] for one in (alone, config)]
     assert counts == [28 * 3, 28 * 3.5]
+
+
+@pytest.mark.parametrize(("chip_id", "scheme", "share"), [
+    ("h100-sxm", "bf16", 1.0), ("h100-sxm", "fp8", 0.75), ("a100-80gb-sxm", "fp8", 1.0),
+])  # fmt: skip
+def test_attention_apart_gathers_quantised_activations(chip_id: str, scheme: str, share: float) -> None:
+    """Float8 operands are gathered in one byte and summed in two: 3/4 of an all-reduce; unpacked weights have none."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Qwen3-30B-A3B")
+    steps = as_steps([Group(1, 2048, 100)])
+    layout = layout_of(config, chip, scheme_of(scheme), tp=8, dp=True, ep=True)
+    plain = replace(layout, weight_bits={})
+    moved, whole = (
+        step_terms(config, steps, one, chip, load_efficiency(chip)[0]).values["collectives"][0]
+        for one in (layout, plain)
+    )
+    assert chip.peer_link is not None
+    logits = steps.logit_rows[0] * config.vocab_size * 2.0 * 7 / 8 / chip.peer_link.one_way_bytes_per_s
+    assert (moved - logits) / (whole - logits) == pytest.approx(share)

@@ -29,6 +29,7 @@ from roofline.timing.kernels import (
     elementwise_s,
     gemm_s,
     moe_s,
+    operand_bytes,
 )
 from roofline.timing.ways import Ways
 
@@ -354,7 +355,9 @@ class StepFold:
         # With attention apart, a layer's tokens are gathered and their sums scattered: together one all-reduce.
         calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
-        least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
+        share = self.gathered_share()
+        one = one * share
+        least = 2 * (tp - 1) / tp * share * payload / link.one_way_bytes_per_s
         name, limit = large_collective(link)
         large = payload >= limit
         one = self.np.where(large, one * (host_share(tp) if name == "collectives_staged" else 1.0), one)
@@ -364,6 +367,16 @@ class StepFold:
         self.values["collective_calls"] += calls
         self.least["collectives"] += least * calls * ~large + logits
         self.least[name] += least * calls * large
+
+    def gathered_share(self) -> float:
+        """Bytes that go between the devices for one layer, over those of an all-reduce of 16-bit activations.
+
+        With attention apart, activations are quantised before they are gathered where the experts' products are narrow
+        (TensorRT-LLM 1.0, fused_moe_cutlass.py: its gather comes after quantisation); sums are scattered in 16 bits.
+        """
+        if not self.layout.attention_dp or self.layout.weight_bits.get("experts_gate_up_proj", 16.0) >= 16:
+            return 1.0
+        return (operand_bytes(self.layout.compute_dtype) + 2.0) / 4.0
 
 
 def large_collective(link: Link) -> tuple[str, int]:
