@@ -352,8 +352,11 @@ class StepFold:
             return
         payload = self.steps.tokens * config.hidden_size * 2.0
         logits = self.steps.logit_rows * config.vocab_size * 2.0 * (tp - 1) / tp / link.one_way_bytes_per_s
-        # With attention apart, a layer's tokens are gathered and their sums scattered: together one all-reduce.
-        calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
+        calls = 2.0 * config.num_hidden_layers + 1
+        if self.layout.attention_dp:
+            # A layer's tokens are gathered and their sums scattered: together one all-reduce. Embedding and logits of
+            # its own sequences each device has whole.
+            logits, calls = 0.0 * logits, 1.0 * config.num_hidden_layers
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
         share = self.gathered_share()
         one = one * share
