@@ -542,3 +542,26 @@ def test_no_note_is_read_for_a_prediction() -> None:
         told = replace(case, lengths=lengths)
         assert predict_case(told) == predict_case(replace(told, note="ShareGPT, suite A; LLM.generate, eager, batch 1"))
     assert predict_case(case) != predict_case(replace(case, lengths="recorded"))
+
+
+def test_the_host_launches_a_shared_expert_too() -> None:
+    """28 layers op by op: of three dense layers each with routed experts, of a half more with a shared one."""
+    config, groups = ModelConfig.from_hf("Qwen2-57B-A14B"), [Group(1, 1, 100)]
+    eager = Ways(captured_context=0.0)
+    alone = replace(config, model_type="qwen3_moe", shared_expert_intermediate_size=0)
+    counts = [terms_of(one, groups, eager).values["eager_layers"][0] for one in (alone, config)]
+    assert counts == [28 * 3, 28 * 3.5]
+
+
+@pytest.mark.parametrize(("chip_id", "scheme", "share"), [
+    ("h100-sxm", "bf16", 1.0), ("h100-sxm", "fp8", 0.75), ("a100-80gb-sxm", "fp8", 1.0),
+])  # fmt: skip
+def test_attention_apart_gathers_quantised_activations(chip_id: str, scheme: str, share: float) -> None:
+    """Float8 operands are gathered in one byte and summed in two, 3/4 of an all-reduce; logits stay where they are."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Qwen3-30B-A3B")
+    steps = as_steps([Group(1, 2048, 100)])
+    layout = layout_of(config, chip, scheme_of(scheme), tp=8, dp=True, ep=True)
+    plain = replace(layout, weight_bits={})
+    terms = [step_terms(config, steps, one, chip, load_efficiency(chip)[0]).values for one in (layout, plain)]
+    assert terms[0]["collectives"] / terms[1]["collectives"] == pytest.approx(share)
+    assert [values["collective_calls"][0] for values in terms] == [48, 48]  # one for each layer

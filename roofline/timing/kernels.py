@@ -23,6 +23,7 @@ __all__ = [
     "gemm_s",
     "kv_write_s",
     "moe_s",
+    "operand_bytes",
     "peak_flops_per_s",
     "sampler_s",
 ]
@@ -69,6 +70,11 @@ def peak_flops_per_s(chip: Hardware, dtype: str = "bfloat16") -> float:
     if dtype in ("bfloat16", "float16") and dtype not in chip.peak_flops_per_s:
         dtype = "float16" if dtype == "bfloat16" else "bfloat16"
     return chip.flops_per_s(dtype)
+
+
+def operand_bytes(dtype: str) -> float:
+    """Bytes of one activation as an operand of products in a dtype, scales included."""
+    return 2.0 if dtype in ("bfloat16", "float16") else _OPERAND_BYTES.get(dtype, 1.0)
 
 
 def _sms(chip: Hardware) -> int:
