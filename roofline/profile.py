@@ -81,9 +81,14 @@ class Choice:
 
     @property
     def provenance(self) -> str:
+        near = f"the nearest: {self.reason}" if self.nearest else ""
+        return ", ".join(filter(None, (f"profile {self.profile.name}", near, self.averaged)))
+
+    @property
+    def averaged(self) -> str:
+        """That other profiles count too, in words; empty where they don't."""
         others = len(self.shares.keys() - {self.profile.name})
-        mean = f", averaged with {others} of its engine by nearness of GPU and version" if others else ""
-        return f"profile {self.profile.name}" + (f", the nearest: {self.reason}" if self.nearest else "") + mean
+        return f"averaged with {others} of its engine by nearness of GPU and version" if others else ""
 
     def of(self, profiles: Mapping[str, Profile]) -> Choice:
         """The same with its constants from these profiles: the mean by shares where none was fitted there."""
