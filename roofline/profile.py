@@ -233,7 +233,7 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
         return 10 * _apart(chip, profile) + apart
 
     distances = {profile.name: far(profile) for profile in candidates}
-    few = {profile.name: 8.0 if profile.num_rows < FEW_ROWS else 0.0 for profile in candidates}
+    few = {p.name: 8.0 if p.num_rows < FEW_ROWS and distances[p.name] > 0 else 0.0 for p in candidates}
     best = min(candidates, key=lambda profile: (distances[profile.name] + few[profile.name], profile.name))
     where = chip.id if chip else str(hardware)
     reasons = []
