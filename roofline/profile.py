@@ -234,7 +234,7 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
 
     distances = {profile.name: far(profile) for profile in candidates}
     few = {p.name: 8.0 if p.num_rows < FEW_ROWS and distances[p.name] > 0 else 0.0 for p in candidates}
-    best = min(candidates, key=lambda profile: (distances[profile.name] + few[profile.name], profile.name))
+    best = min(candidates, key=lambda p: (distances[p.name] + few[p.name], version not in p.versions, p.name))
     where = chip.id if chip else str(hardware)
     reasons = []
     if not own:
