@@ -22,6 +22,7 @@ FREE: Final = (
     "experts",
     "experts_tuned",
     "collectives",
+    "collectives_pcie",
     "layer_s",
     "prefill_layer_s",
     "step_s",
@@ -115,13 +116,17 @@ _V1_FULL_SOURCE: Final = f"{_V1_LARGE_SOURCE}; so on A100s too, as tokens/s time
 _SGLANG: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=1024, mixes=False)
 _TRT: Final = Scheduler(max_num_batched_tokens=8192, max_num_seqs=2048, mixes=True, charged_output=1.0)
 _TRT_SOURCE: Final = "TensorRT-LLM: max_batch_size 2048, max_num_tokens 8192, a request's whole output reserved"
-_TRT_BUILT: Final = Scheduler(max_num_batched_tokens=131072, max_num_seqs=2048, mixes=True, charged_output=1.0)
+_TRT_BUILT: Final = Scheduler(49152, 2048, mixes=True, charged_output=1.0, flash_decode=False)
 _TRT_BUILT_SOURCE: Final = (
-    "TensorRT-LLM before 0.10: an engine is built for max_batch_size x max_input_len tokens a step, 64 x 2048 in these "
-    "rows' source; a request's whole output reserved"
+    "TensorRT-LLM before 0.10: an engine is built for as many tokens a step as it sets memory aside for, about 49152 "
+    "by which batches of Llama-3 8B and 70B wait on cards of 40 GB; a request's whole output reserved; decodes by its "
+    "masked multi-head attention, each query head by itself (XQA was an option)"
 )
-_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False)
-_LMDEPLOY_SOURCE: Final = "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences"
+_LMDEPLOY: Final = Scheduler(max_num_batched_tokens=1 << 20, max_num_seqs=256, mixes=False, last_token_decoded=True)
+_LMDEPLOY_SOURCE: Final = (
+    "lmdeploy TurboMind: all waiting prompts in one step, 256 sequences; a prompt's last token is the first that is "
+    "decoded (LlamaBatch.cc)"
+)
 _LLAMA: Final = Scheduler(
     max_num_batched_tokens=512, max_num_seqs=256, mixes=False, flash_attention=False, rows_apart=True
 )

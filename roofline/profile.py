@@ -21,6 +21,8 @@ _REWRITE_APART = 10.0  # minor versions that a rewrite counts for
 _MINORS_A_YEAR = 5  # releases of vLLM: 0.2 in late 2023, 0.6 in late 2024, 0.12 in late 2025
 _FAR_VERSIONS = 3.0  # minor versions; a profile of versions farther away is only the nearest
 _BUILDS_A_YEAR = 2300  # of llama.cpp, which numbers its builds since early 2023: b1500, b4500 (January 2025)
+_NEAR = 2.0  # minor versions; a profile so much farther away than the nearest counts 1/e of it
+_LEAST_SHARE = 0.01  # of the nearest's, of profiles that tell something of a GPU or version that none was fitted on
 FEW_ROWS = 8  # a profile of fewer is taken on another GPU only where none of more is nearly as near
 
 
@@ -67,6 +69,7 @@ class Choice:
     profile: Profile
     nearest: bool
     reason: str
+    shares: Mapping[str, float] = field(default_factory=dict)  # of profiles by name, whose mean stands in for one
 
     def interval(self, kind: str) -> tuple[float, float]:
         """Factors on the expected time between which 4 of 5 unseen figures of this kind fall."""
@@ -78,7 +81,35 @@ class Choice:
 
     @property
     def provenance(self) -> str:
-        return f"profile {self.profile.name}" + (f", the nearest: {self.reason}" if self.nearest else "")
+        near = f"the nearest: {self.reason}" if self.nearest else ""
+        return ", ".join(filter(None, (f"profile {self.profile.name}", near, self.averaged)))
+
+    @property
+    def averaged(self) -> str:
+        """That other profiles count too, in words; empty where they don't."""
+        others = len(self.shares.keys() - {self.profile.name})
+        return f"averaged with {others} of its engine by nearness of GPU and version" if others else ""
+
+    def of(self, profiles: Mapping[str, Profile]) -> Choice:
+        """The same with its constants from these profiles: the mean by shares where none was fitted there."""
+        own = profiles[self.profile.name]
+        if not self.shares:
+            return replace(self, profile=own)
+        parts = [(share, profiles[name]) for name, share in self.shares.items()]
+        names = dict.fromkeys(scheme for _, part in parts for scheme in part.schemes)
+        schemes = {name: _mean([(share, part.schemes.get(name, {})) for share, part in parts]) for name in names}
+        constants = _mean([(share, part.constants) for share, part in parts])
+        return replace(self, profile=replace(own, constants=constants, schemes=schemes))
+
+
+def _mean(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """The mean of each constant over those that have it, by share."""
+    names = dict.fromkeys(name for _, values in parts for name in values)
+    return {
+        name: sum(share * values[name] for share, values in parts if name in values)
+        / sum(share for share, values in parts if name in values)
+        for name in names
+    }
 
 
 @cache
@@ -181,24 +212,29 @@ def find_profile(name: str, hardware: Hardware | str | None = None) -> Choice:
         known = ", ".join(("bound", *engines, *(profile.name for profile in _heads())))
         raise InputError("profile", name, "is not a profile or engine that is known here", f"Known: {known}.")
     choice = choose_profile(_heads(), engine, hardware or "", version)
-    return replace(choice, profile=_whole(choice.profile.name))
+    return choice.of({name: _whole(name) for name in (choice.profile.name, *choice.shares)})
 
 
 def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware | str, version: str = "") -> Choice:
-    """The profile of an engine that is nearest in GPU architecture, then in version; any engine's where it has none."""
+    """The profile of an engine that is nearest in GPU architecture, then in version; any engine's where it has none.
+
+    Where none was fitted on the GPU and version, its constants are the mean of the engine's profiles, each of which
+    counts the less the farther it is. What a profile has from its own rows alone carries over less that way.
+    """
     if not profiles:
         raise InputError("profile", engine, "can't be chosen, no profiles are there", "Fit them with bench/fit.py.")
     chip = _chip(hardware)
     own = [profile for profile in profiles if profile.engine == engine]
     candidates = own or [profile for profile in profiles if profile.engine == "any"] or list(profiles)
 
-    def far(profile: Profile) -> tuple[float, str]:
+    def far(profile: Profile) -> float:
         newest = -0.01 * max((_age(text) for text in profile.versions), default=0)
         apart = _versions_apart(profile, version) if version else newest
-        few = 8.0 if profile.num_rows < FEW_ROWS else 0.0
-        return 10 * _apart(chip, profile) + apart + few, profile.name
+        return 10 * _apart(chip, profile) + apart
 
-    best = min(candidates, key=far)
+    distances = {profile.name: far(profile) for profile in candidates}
+    few = {p.name: 8.0 if p.num_rows < FEW_ROWS and distances[p.name] > 0 else 0.0 for p in candidates}
+    best = min(candidates, key=lambda p: (distances[p.name] + few[p.name], version not in p.versions, p.name))
     where = chip.id if chip else str(hardware)
     reasons = []
     if not own:
@@ -207,7 +243,16 @@ def choose_profile(profiles: Sequence[Profile], engine: str, hardware: Hardware 
         reasons.append(f"nothing was fitted on {where}; by architecture {', '.join(best.hardware)} is nearest")
     if version and own and _versions_apart(best, version) > _FAR_VERSIONS:
         reasons.append(f"version {version} is far from {', '.join(best.versions)}")
-    return Choice(best, bool(reasons), "; ".join(reasons))
+    shares = _shares(distances) if own and chip and (version or chip.id not in best.hardware) else {}
+    return Choice(best, bool(reasons), "; ".join(reasons), shares).of({part.name: part for part in candidates})
+
+
+def _shares(distances: Mapping[str, float]) -> dict[str, float]:
+    """How much each profile counts by its distance; none where one was fitted just there."""
+    least = min(distances.values())
+    shares = {name: math.exp((least - far) / _NEAR) for name, far in distances.items()}
+    counted = {name: share for name, share in shares.items() if share > _LEAST_SHARE}
+    return counted if least > 0 and len(counted) > 1 else {}
 
 
 def _versions_apart(profile: Profile, version: str) -> float:

@@ -86,7 +86,8 @@ def predict(
         _expected_row(request.row(size), made, output, choice)
         for size, made in zip(batches, _expected(request, batches, choice), strict=True)
     ]
-    return Prediction(tuple(rows), choice.profile, choice.reason)
+    nearest = "; ".join(filter(None, (choice.reason, choice.averaged))) if choice.nearest else ""
+    return Prediction(tuple(rows), choice.profile, nearest)
 
 
 def _check_profile(choice: Choice, mesh: Mesh, bandwidth: Bandwidth) -> None:

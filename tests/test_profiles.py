@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import subprocess
 import sys
 import tomllib
@@ -262,3 +263,17 @@ def test_an_engine_that_was_rewritten_is_farther_than_its_numbers_say() -> None:
     made = [Profile(f"vllm-{v}", "", "", "vllm", (v,), ("a100-80gb-sxm",)) for v in ("0.4", "0.7", "0.20")]
     assert choose_profile(made, "vllm", "a100-80gb-sxm", "0.11.0").profile.name == "vllm-0.20"
     assert choose_profile(made, "vllm", "a100-80gb-sxm", "0.6.3").profile.name == "vllm-0.7"
+
+
+MEAN = (("0.12", 1.0), ("0.16", 2.0))
+
+
+def test_where_none_was_fitted_the_mean_of_the_engines_profiles_stands_in_by_nearness() -> None:
+    near, far = (Profile(f"vllm-{v}", "", "", "vllm", (v,), ("l4",), {"products_memory": c}) for v, c in MEAN)
+    choice = choose_profile((near, far), "vllm", "l4", "0.13")
+    assert choice.profile.name == "vllm-0.12"
+    share = math.exp(-1)  # 1 and 3 minor versions apart
+    assert choice.profile.constants["products_memory"] == pytest.approx((1.0 + 2.0 * share) / (1 + share))
+    assert choice.provenance == ("profile vllm-0.12, averaged with 1 of its engine by nearness of GPU and version")
+    assert choose_profile((near, far), "vllm", "l4", "0.12.1").profile == near
+    assert choose_profile((near, far), "vllm", "l4", "0.16").profile == far

@@ -223,6 +223,32 @@ def test_chunks_follow_each_other_through_a_pipeline(model: str, engine: str, pe
     assert plan_case(replace(case, pp=1), Scheduler(512)).steps.times.sum() == pytest.approx(8)
 
 
+def test_the_last_token_of_a_prompt_can_be_the_first_that_is_decoded() -> None:
+    """Of a prompt of one token nothing is left for a prompt's step, and as many decode steps run as tokens are made."""
+    apart = Scheduler(mixes=False, last_token_decoded=True)
+    first = replace(CASE, metric="ttft_ms", input_len=1, output_len=1)
+    steps = plan_case(first, apart).steps
+    assert (steps.prompts.sum(), steps.times.sum(), steps.context[0]) == (0.0, 1.0, 1.0)
+    steps = plan_case(replace(first, input_len=512), apart).steps
+    assert (steps.prompts * steps.chunk).sum() == 511
+    whole = plan_case(replace(CASE, input_len=512, output_len=64), apart).steps
+    usual = plan_case(replace(CASE, input_len=512, output_len=64), Scheduler(mixes=False)).steps
+    assert (whole.times * whole.decodes).sum() == (usual.times * usual.decodes).sum() + 1 == 64
+
+
+def test_who_queues_also_waits_for_the_step_that_runs() -> None:
+    prompt = replace(CASE, metric="ttft_ms", concurrency=4, input_len=512, output_len=64)
+    alone = plan_case(prompt, Scheduler(mixes=False)).steps
+    queued = plan_case(replace(prompt, ttft_has_queueing=True), Scheduler(mixes=False)).steps
+    assert (queued.times * (queued.decodes > 0)).sum() == (alone.times * (alone.decodes > 0)).sum() + 0.5
+
+
+@pytest.mark.parametrize(("static", "requests"), [(True, 0.0), (False, 1.0)])
+def test_no_request_is_taken_in_while_a_static_batch_runs(static: bool, requests: float) -> None:
+    case = replace(CASE, metric="ttft_ms", output_len=1, static_batch=static)
+    assert plan_case(case, Scheduler(mixes=False)).requests == requests
+
+
 def test_few_chunks_are_under_way_in_a_long_pipeline() -> None:
     case = replace(CASE, engine="llama.cpp", metric="prefill_tok_s", input_len=4096, output_len=0, pp=7)
     assert plan_case(case, Scheduler(512)).steps.times.sum() == pytest.approx(1 + 7 / 4)
@@ -477,6 +503,16 @@ def test_messages_over_pcie_are_large_earlier(chip_id: str, is_large: bool) -> N
     assert (terms.values["collectives_staged"][0] > 0) == is_large
 
 
+@pytest.mark.parametrize(("chip_id", "kind"), [("rtx-4090", "collectives_pcie"), ("a100-80gb-sxm", "collectives")])
+def test_links_of_another_kind_have_constants_of_their_own(chip_id: str, kind: str) -> None:
+    """What an engine's small all-reduces take over PCIe says nothing of NVLink, and the other way round."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Llama-3.1-8B")
+    layout = layout_of(config, chip, scheme_of("bf16"), tp=2)
+    terms = step_terms(config, as_steps([Group(1, 1, 512)]), layout, chip, load_efficiency(chip)[0])
+    taken = {name for name, values in terms.values.items() if name.startswith("collectives") and values[0] > 0}
+    assert taken == {kind}
+
+
 @pytest.mark.parametrize(("chip_id", "name", "growth"), [
     ("rtx-4090", "collectives_staged", 4.0), ("a100-80gb-sxm", "collectives_large", 1.75),
 ])  # fmt: skip
@@ -506,3 +542,26 @@ def test_no_note_is_read_for_a_prediction() -> None:
         told = replace(case, lengths=lengths)
         assert predict_case(told) == predict_case(replace(told, note="ShareGPT, suite A; LLM.generate, eager, batch 1"))
     assert predict_case(case) != predict_case(replace(case, lengths="recorded"))
+
+
+def test_the_host_launches_a_shared_expert_too() -> None:
+    """28 layers op by op: of three dense layers each with routed experts, of a half more with a shared one."""
+    config, groups = ModelConfig.from_hf("Qwen2-57B-A14B"), [Group(1, 1, 100)]
+    eager = Ways(captured_context=0.0)
+    alone = replace(config, model_type="qwen3_moe", shared_expert_intermediate_size=0)
+    counts = [terms_of(one, groups, eager).values["eager_layers"][0] for one in (alone, config)]
+    assert counts == [28 * 3, 28 * 3.5]
+
+
+@pytest.mark.parametrize(("chip_id", "scheme", "share"), [
+    ("h100-sxm", "bf16", 1.0), ("h100-sxm", "fp8", 0.75), ("a100-80gb-sxm", "fp8", 1.0),
+])  # fmt: skip
+def test_attention_apart_gathers_quantised_activations(chip_id: str, scheme: str, share: float) -> None:
+    """Float8 operands are gathered in one byte and summed in two, 3/4 of an all-reduce; logits stay where they are."""
+    chip, config = load_hardware(chip_id), ModelConfig.from_hf("Qwen3-30B-A3B")
+    steps = as_steps([Group(1, 2048, 100)])
+    layout = layout_of(config, chip, scheme_of(scheme), tp=8, dp=True, ep=True)
+    plain = replace(layout, weight_bits={})
+    terms = [step_terms(config, steps, one, chip, load_efficiency(chip)[0]).values for one in (layout, plain)]
+    assert terms[0]["collectives"] / terms[1]["collectives"] == pytest.approx(share)
+    assert [values["collective_calls"][0] for values in terms] == [48, 48]  # one for each layer

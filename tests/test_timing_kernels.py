@@ -301,8 +301,8 @@ def test_more_devices_take_longer_over_the_same_link() -> None:
     assert allreduce_s(16384, 2, eager=True, **on) > 4 * small[0]
     l4 = parts("l4")
     assert allreduce_s(16384, 4, **l4) > 2 * allreduce_s(16384, 2, **l4)  # above two cards over PCIe only the library
-    long = [allreduce_s(64 << 20, 4, **parts(card)) for card in ("l4", "rtx-4090")]
-    assert long[1] == pytest.approx(2 * long[0], rel=0.02)  # the same PCIe, but GeForce cards pass the host's memory
+    long, rate = allreduce_s(64 << 20, 2, **l4), l4["chip"].peer_link.one_way_bytes_per_s
+    assert long > 2 * (64 << 20) / rate  # written to the host's memory, then read from there
 
 
 def test_numbers_and_arrays_share_the_small_operations() -> None:

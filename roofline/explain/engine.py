@@ -20,7 +20,7 @@ from roofline.timing.efficiency import load_efficiency
 from roofline.timing.engine import CONSTANTS, SCHEME_KINDS, SHARPNESS, step_seconds, usual_of
 from roofline.timing.scheduling import Group, as_steps, decode_groups, prefill_groups
 from roofline.timing.serving import layout_of, scheme_key
-from roofline.timing.step import SECONDS, SPARSE_LAUNCHES
+from roofline.timing.step import SECONDS, SHARED_LAUNCHES, SPARSE_LAUNCHES
 from roofline.weight_schemes import scheme_of
 
 _SCHEMED = {
@@ -158,7 +158,8 @@ class _Engine:
         """What a constant of seconds is multiplied with, for each kind of step; "0" where it isn't there."""
         candidates = ["L", "(2 * L + 1)"]
         if self.ground.config.is_moe:  # the host launches more kernels for a layer with experts
-            candidates.append(f"(L + {SPARSE_LAUNCHES - 1:g} * L_sparse)")
+            more = SPARSE_LAUNCHES - 1 + SHARED_LAUNCHES * self.ground.config.has_shared_expert
+            candidates.append(f"(L + {more:g} * L_sparse)")
         made = []
         for index, value in enumerate(kernels.terms.values[name]):
             known = {"sequences": [kernels.rows[index]], "remote_steps": ["1"]}.get(name, candidates)

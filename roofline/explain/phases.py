@@ -11,7 +11,7 @@ from roofline.explain.bound import figure_leaf
 from roofline.explain.counts import Ground, letters_of, scoped, share_of, windowed_pairs, windows_of
 from roofline.explain.derivation import evaluate, total_of
 from roofline.explain.kernels import Constants, Recorder
-from roofline.timing.step import GROWN_FRACTION, SECONDS, SHARED_ROWS, Steps, Terms, large_collective
+from roofline.timing.step import GROWN_FRACTION, SECONDS, SHARED_ROWS, Steps, Terms, collective_kinds
 
 _STEP: Final = "roofline.timing.step"
 _HEADS: Final = "N / tp"
@@ -187,7 +187,7 @@ class PhaseKernels:
     def _other(self, kind: str) -> tuple[list[str], list[str]]:
         make = {
             **dict.fromkeys(("experts", "experts_tuned"), self._experts),
-            **dict.fromkeys(("collectives", "collectives_large", "collectives_staged"), self._collectives),
+            **dict.fromkeys((kind for kind in SECONDS if kind.startswith("collectives")), self._collectives),
         }
         calls, floors, read, text = make.get(kind, self._attention)(kind)
         values, least = self.terms.values[kind], self.terms.least[kind]
@@ -277,13 +277,13 @@ class PhaseKernels:
         assert peer is not None
         link = figure_leaf(self.nodes, self.chip, f"links.{peer.name}.one_way_bytes_per_s")
         read = [*self.constants.of("allreduce"), link]
-        calls, floors, limit = [], [], large_collective(peer)[1]
+        calls, floors, (small, _, limit) = [], [], collective_kinds(peer)
         for index, (tokens, rows) in enumerate(zip(self.tokens, self.rows, strict=True)):
             payload = f"({tokens} * D * 2)"
             large = self.steps.tokens[index] * self.config.hidden_size * 2.0 >= limit
             least = f"2 * (tp - 1) / tp * {payload} / {link}"
-            logits = "" if kind != "collectives" else f" + {rows} * V * 2 * (tp - 1) / tp / {link}"
-            if large == (kind != "collectives"):
+            logits = "" if kind != small else f" + {rows} * V * 2 * (tp - 1) / tp / {link}"
+            if large == (kind != small):
                 shared = " * tp * tp / (4 * (tp - 1))" if kind == "collectives_staged" else ""
                 calls.append(f"max(allreduce_s({payload}, tp){shared}, {least}) * (2 * L + 1){logits}")
                 floors.append(f"{least} * (2 * L + 1){logits}")

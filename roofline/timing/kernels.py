@@ -23,6 +23,7 @@ __all__ = [
     "gemm_s",
     "kv_write_s",
     "moe_s",
+    "operand_bytes",
     "peak_flops_per_s",
     "sampler_s",
 ]
@@ -42,8 +43,8 @@ _TILES: Final = (
 _SPLITS: Final = (1, 2, 4, 8, 16, 32)
 _SPLIT_WAVES: Final = 4  # k isn't split further once its parts fill the SMs this often
 _NEVER_S: Final = 1e9
-# Of PCIe's rate that is left between GeForce cards: none reads another, what one writes to the host's memory the next
-# takes from there.
+# Of PCIe's rate that is left between cards: what one writes to the host's memory the next takes from there. GeForce
+# cards can't read each other; on a server of others (RTX PRO 6000) all-reduces of 10 MB take longer still.
 _STAGED: Final = 0.5
 _NARROW_ROWS: Final = 16  # of the least matrix instruction
 _VECTOR_COLUMNS: Final = 8  # of one thread block of the kernel for a single row
@@ -69,6 +70,11 @@ def peak_flops_per_s(chip: Hardware, dtype: str = "bfloat16") -> float:
     if dtype in ("bfloat16", "float16") and dtype not in chip.peak_flops_per_s:
         dtype = "float16" if dtype == "bfloat16" else "bfloat16"
     return chip.flops_per_s(dtype)
+
+
+def operand_bytes(dtype: str) -> float:
+    """Bytes of one activation as an operand of products in a dtype, scales included."""
+    return 2.0 if dtype in ("bfloat16", "float16") else _OPERAND_BYTES.get(dtype, 1.0)
 
 
 def _sms(chip: Hardware) -> int:
@@ -277,7 +283,7 @@ def allreduce_s(num_bytes: Any, devices: int, *, chip: Hardware, eff: Efficiency
     if devices == 1 or link is None:
         return 0.0 * num_bytes
     group, rate = eff.allreduce, link.one_way_bytes_per_s
-    if link.name == "pcie" and "GeForce" in chip.name:
+    if link.name == "pcie":
         rate = rate * _STAGED
     ring = 2.0 * (devices - 1) / devices * num_bytes
     library = group.library_s + group.library_ramp_s * (devices - 2) + ring / (rate * group.library_link_fraction)

@@ -115,15 +115,19 @@ def _is_v1(case: Case, scheduler: Scheduler) -> bool:
 
 
 def _plan_prefill(case: Case, scheduler: Scheduler) -> Plan:
-    batch = 1 if case.saturated else case.concurrency
-    groups = _pipelined(prefill_groups(batch, case.input_len, scheduler, case.prior_len), case)
+    batch, lead = 1 if case.saturated else case.concurrency, int(scheduler.last_token_decoded)
+    groups = _pipelined(prefill_groups(batch, case.input_len - lead, scheduler, case.prior_len), case)
     if case.metric == "prefill_tok_s":
         return Plan(as_steps(groups), 0.0, float(batch * case.input_len), "prefill")
     if case.ttft_has_queueing and batch > 1:
         groups = mean_wait_groups(groups)
+        # On average half of the step that runs when a request comes is left.
+        groups += decode_groups(batch, case.prior_len + case.input_len, 1, 0.5)
+    groups += decode_groups(batch, case.prior_len + case.input_len, lead)
     if batch > 1 and not case.static_batch:
         groups += _earlier_waves(case, scheduler)
-    return Plan(as_steps(groups), 1.0, None, "prefill")
+    # The requests of a static batch were there before its clock started.
+    return Plan(as_steps(groups), 0.0 if case.static_batch else 1.0, None, "prefill")
 
 
 def _earlier_waves(case: Case, scheduler: Scheduler) -> list[Group]:
@@ -177,9 +181,9 @@ def _plan_batch(case: Case, scheduler: Scheduler) -> Plan:
         whole = not case.per_request
         return Plan(as_steps(groups), 0.0, float(steps * (batch / stages if whole else 1)), kind)
     fitting = batch if batch == 1 else max(1, min(batch, _fitting(case, scheduler)))
-    waves = batch / fitting
-    decodes = _scaled(decode_groups(fitting / stages, first, output - 1), waves)
-    prompts = _pipelined(prefill_groups(batch, case.input_len, scheduler), case) if case.time_has_prefill else []
+    waves, lead = batch / fitting, int(scheduler.last_token_decoded)
+    decodes = _scaled(decode_groups(fitting / stages, first - lead, output - 1 + lead), waves)
+    prompts = _pipelined(prefill_groups(batch, case.input_len - lead, scheduler), case) if case.time_has_prefill else []
     chat = batch > 1 and not case.static_batch and _is_chat(case)
     turn = steady_groups(fitting, prompt, output, scheduler) if chat else [*prompts, *decodes]
     if case.metric == "tpot_ms":

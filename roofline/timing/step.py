@@ -29,6 +29,7 @@ from roofline.timing.kernels import (
     elementwise_s,
     gemm_s,
     moe_s,
+    operand_bytes,
 )
 from roofline.timing.ways import Ways
 
@@ -47,6 +48,7 @@ SECONDS = (
     "experts_tuned",
     "elementwise",
     "collectives",
+    "collectives_pcie",
     "collectives_large",
     "collectives_staged",
 )
@@ -65,6 +67,8 @@ _STAGED_BYTES = 1 << 20  # of a message over PCIe, from where on it goes through
 SHARED_ROWS = 64  # query rows of one KV head that an attention kernel takes in one pass over the cache
 GROWN_FRACTION = 0.4  # of the peak bandwidth, where each step copies a layer's cache to make it a token longer
 SPARSE_LAUNCHES = 3.0  # of a mixture-of-experts layer over a dense one: routing, sorting, grouped products, sums
+# Of a shared expert beside them, over the 13 of a dense layer: three products, activation, gate, its scaling, the sum.
+SHARED_LAUNCHES = 0.5
 _UNFUSED = ("softmax", "top_k", "experts_swiglu", "combine")  # inside the kernels beside them
 
 
@@ -168,7 +172,7 @@ class StepFold:
             prefills = prefills * (steps.tokens > ROWS_APART)
         self.values["layers"] += layers * (1 - prefills)
         sparse = float(len(self.config.sparse_layers))
-        launches = layers + (SPARSE_LAUNCHES - 1) * sparse
+        launches = layers + (SPARSE_LAUNCHES - 1 + SHARED_LAUNCHES * self.config.has_shared_expert) * sparse
         self.values["eager_layers"] += launches * (1 - prefills) * (steps.context > self.layout.ways.captured_context)
         self.values["prefill_layers"] += layers * prefills
         self.values["sequences"] += steps.logit_rows / (self.layout.tp if self.layout.attention_dp else 1)
@@ -349,24 +353,40 @@ class StepFold:
             return
         payload = self.steps.tokens * config.hidden_size * 2.0
         logits = self.steps.logit_rows * config.vocab_size * 2.0 * (tp - 1) / tp / link.one_way_bytes_per_s
-        # With attention apart, a layer's tokens are gathered and their sums scattered: together one all-reduce.
-        calls = (1.0 if self.layout.attention_dp else 2.0) * config.num_hidden_layers + 1
+        calls = 2.0 * config.num_hidden_layers + 1
+        if self.layout.attention_dp:
+            # A layer's tokens are gathered and their sums scattered: together one all-reduce. Embedding and logits of
+            # its own sequences each device has whole.
+            logits, calls = 0.0 * logits, 1.0 * config.num_hidden_layers
         one = allreduce_s(payload, tp, chip=self.chip, eff=self.eff)
-        least = 2 * (tp - 1) / tp * payload / link.one_way_bytes_per_s
-        name, limit = large_collective(link)
-        large = payload >= limit
-        one = self.np.where(large, one * (host_share(tp) if name == "collectives_staged" else 1.0), one)
+        share = self.gathered_share()
+        one, least = one * share, 2 * (tp - 1) / tp * share * payload / link.one_way_bytes_per_s
+        small, large, limit = collective_kinds(link)
+        is_large = payload >= limit
+        one = self.np.where(is_large, one * (host_share(tp) if large == "collectives_staged" else 1.0), one)
         seconds = self.np.maximum(one, least) * calls
-        self.values["collectives"] += seconds * ~large + logits
-        self.values[name] += seconds * large
+        self.values[small] += seconds * ~is_large + logits
+        self.values[large] += seconds * is_large
         self.values["collective_calls"] += calls
-        self.least["collectives"] += least * calls * ~large + logits
-        self.least[name] += least * calls * large
+        self.least[small] += least * calls * ~is_large + logits
+        self.least[large] += least * calls * is_large
+
+    def gathered_share(self) -> float:
+        """Bytes that go between the devices for one layer, over those of an all-reduce of 16-bit activations.
+
+        With attention apart, activations are quantised before they are gathered where the experts' products are narrow
+        (TensorRT-LLM 1.0, fused_moe_cutlass.py: its gather comes after quantisation); sums are scattered in 16 bits.
+        """
+        if not self.layout.attention_dp or self.layout.weight_bits.get("experts_gate_up_proj", 16.0) >= 16:
+            return 1.0
+        return (operand_bytes(self.layout.compute_dtype) + 2.0) / 4.0
 
 
-def large_collective(link: Link) -> tuple[str, int]:
-    """Kind of the collectives of large messages over a link, and the size from which on a message is one."""
-    return ("collectives_staged", _STAGED_BYTES) if link.name == "pcie" else ("collectives_large", _LARGE_BYTES)
+def collective_kinds(link: Link) -> tuple[str, str, int]:
+    """Kinds of the collectives of small and of large messages over a link, and the size from which on one is large."""
+    if link.name == "pcie":
+        return "collectives_pcie", "collectives_staged", _STAGED_BYTES
+    return "collectives", "collectives_large", _LARGE_BYTES
 
 
 def host_share(devices: int) -> float:

@@ -18,3 +18,4 @@ class Ways:
     fused_experts: bool = False  # one token's experts are one product, compiled with the gather of their weights
     rows_apart: bool = False  # a few rows are multiplied with packed weights one by one, without tensor cores
     remote_workers: bool = False  # each step is a remote call to the processes of the other devices
+    last_token_decoded: bool = False  # a prompt's last token goes through a decode step, which makes the first token
