@@ -30,6 +30,7 @@ def trace_step(config: ModelConfig, step: CompiledStep) -> Traced:
 
     if step.phase == "train":
         return _trace_training(config, step)
+    from qwenjax.kernels.choice import NO_KERNELS
     from qwenjax.model import check_runnable, decode_step_impl, extend_impl, prefill_impl, step_shapes
 
     check_runnable(config)
@@ -40,7 +41,8 @@ def trace_step(config: ModelConfig, step: CompiledStep) -> Traced:
     }
     phase: Literal["prefill", "decode"] = "decode" if step.phase == "decode" else "prefill"
     params, arguments, cache = step_shapes(config, phase, step.batch, step.query_len, step.kv_len, step.dtype)
-    function = partial(functions[step.phase], config)
+    # The plain step: on a GPU some of its work would be in kernels, whose FLOPs no equation tells.
+    function = partial(functions[step.phase], config, kernels=NO_KERNELS)
     shapes = (params, *arguments, cache)
     return jax.jit(function).trace(*shapes)
 

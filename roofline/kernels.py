@@ -23,14 +23,16 @@ class KernelTotals:
 
     kernels_per_layer counts kernels that run inside a layer's function, over the layers. ideal_bytes are weights and
     cache, a mixture of experts reading the expected number of distinct experts once; routed_ideal_bytes takes them as
-    the model's way through the experts reads them: once for each token's choice, or for each block of rows. once_bytes
-    adds to ideal_bytes what every op reads and writes of activations, attention taken as one op.
+    the model's way through the experts reads them: once by its own kernels, by the plain ways once for each token's
+    choice, or for each block of rows. once_bytes adds to ideal_bytes what every op reads and writes of activations,
+    attention taken as one op. masked_flops are those of dense_flops that the mask throws away.
     """
 
     num_kernels: int
     kernels_per_layer: float
     flops: int
     dense_flops: int  # the inventory's, attention over the whole square as plain products compute it
+    masked_flops: int
     bytes: int
     ideal_bytes: float
     byte_ratio: float
@@ -98,6 +100,7 @@ def _totals(
 ) -> KernelTotals:
     ideal = sum_rows(count_inventory(job))
     moved = sum(kernel.count * kernel.bytes for kernel in kernels)
+    own_experts = any(kernel.op.startswith("experts_") and kernel.kind.startswith("pallas") for kernel in kernels)
     inside = sum(kernel.count for kernel in kernels if kernel.in_layer)
     capacity = job.hardware.usable_memory_bytes
     return KernelTotals(
@@ -105,10 +108,11 @@ def _totals(
         kernels_per_layer=inside / job.config.num_hidden_layers,
         flops=sum(kernel.count * kernel.flops for kernel in kernels),
         dense_flops=ideal["flops"],
+        masked_flops=ideal["flops"] - sum_rows(count_inventory(job, attention="causal"))["flops"],
         bytes=moved,
         ideal_bytes=ideal["bytes"],
         byte_ratio=moved / ideal["bytes"],
-        routed_ideal_bytes=_routed_bytes(job),
+        routed_ideal_bytes=ideal["bytes"] if own_experts else _routed_bytes(job),
         once_bytes=ideal["bytes"] + _activation_bytes(job),
         temp_bytes=compiled.temp_bytes,
         argument_bytes=compiled.argument_bytes,

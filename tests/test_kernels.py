@@ -19,8 +19,9 @@ from roofline import gpu_compile
 from roofline.gpu_compile import Compiled, CompileJob, compile_step, compile_steps
 from roofline.hardware import load_hardware
 from roofline.hlo import parse_hlo
-from roofline.kernel_rows import Kernel, count_conditions, group_size, read_kernels, scope_op
+from roofline.kernel_rows import Kernel, count_conditions, count_inventory, group_size, read_kernels, scope_op
 from roofline.kernels import KernelReport, compile_jobs, kernel_report, kernels_waterfall
+from roofline.own_kernels import padded_share
 from roofline.report.kernels import kernels_record
 
 DATA = Path(__file__).parent / "data"
@@ -440,16 +441,30 @@ def test_a_token_s_experts_are_read_and_no_others(compiled: dict[str, KernelRepo
 
 
 @pytest.mark.gpu_compile
-def test_a_prompt_of_a_mixture_runs_in_a_loop_of_blocks(compiled: dict[str, KernelReport]) -> None:
-    totals = compiled["prompt"].totals
-    assert totals.conditional_runs == 2 * 32 * 5 // 16 + 21
-    assert totals.flops >= totals.dense_flops
+def test_a_prompt_of_a_mixture_computes_the_rows_that_were_routed(compiled: dict[str, KernelReport]) -> None:
+    """And what fills the last tile of each expert."""
+    report = compiled["prompt"]
+    totals, inventory = report.totals, {row.op: row for row in count_inventory(report.job)}
+    experts = sum(inventory[f"experts_{name}_proj"].flops for name in ("gate_up", "down"))
+    assert totals.conditional_runs == 0
+    padding = experts * (padded_share(64, report.job.config) - 1)
+    assert totals.flops == pytest.approx(totals.dense_flops - totals.masked_flops + padding, abs=2)
+
+
+@pytest.mark.gpu_compile
+def test_switched_off_it_runs_in_a_loop_of_blocks(gpu_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QWENJAX_KERNELS_OFF", "all")
+    job = CompileJob(tiny.moe_config(num_hidden_layers=1), Step.prefill(2, 32), load_hardware("h100-sxm"))
+    (report,) = compile_jobs([job])
+    assert report.totals.conditional_runs == 2 * 32 * 5 // 16 + 21
+    assert report.totals.flops >= report.totals.dense_flops
+    assert not [kernel.kind for kernel in report.kernels if kernel.kind.startswith("pallas")]
 
 
 @pytest.mark.gpu_compile
 def test_a_chunk_attends_what_the_cache_holds(compiled: dict[str, KernelReport]) -> None:
     totals = compiled["chunk"].totals
-    assert totals.flops == totals.dense_flops
+    assert totals.flops == totals.dense_flops - totals.masked_flops
 
 
 @pytest.mark.gpu_compile
@@ -537,3 +552,11 @@ ENTRY %main (x: bf16[32,256], w: bf16[2,512,256]) -> bf16[32,512] {
     kernel = rows(text)["multiply"]
     assert (kernel.op, kernel.flops) == ("gate_up_proj", 2 * 32 * 2 * 512 * 256)
     assert (kernel.read_bytes, kernel.write_bytes) == (2 * 32 * 256 + 2 * 2 * 512 * 256, 2 * 32 * 512)
+
+
+def test_rows_of_an_expert_fill_tiles_of_sixteen() -> None:
+    """Four tokens choose one of two experts: none with a chance of 1/16, else one tile, where two rows are expected."""
+    config = tiny.moe_config(num_experts=2, num_experts_per_tok=1)
+    assert padded_share(4, config) == pytest.approx((15 / 16) * 16 / 2)
+    assert padded_share(20, tiny.moe_config(num_experts=4, num_experts_per_tok=4)) == 32 / 20
+    assert padded_share(1024, ModelConfig.from_hf("Qwen3-30B-A3B")) == pytest.approx(1.117, abs=1e-3)

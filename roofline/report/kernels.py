@@ -8,7 +8,7 @@ from typing import Any
 
 from qwenjax.tables import Table
 from roofline.kernel_rows import OTHER, Kernel
-from roofline.kernels import KernelReport
+from roofline.kernels import KernelReport, KernelTotals
 from roofline.report.units import NOTHING, column, decimal, gib, percent, quantity, whole
 from roofline.report.waterfall import waterfall_table
 from roofline.waterfall import Waterfall
@@ -97,12 +97,7 @@ def _remarks(report: KernelReport) -> Iterator[str]:
     if totals.rematerialised:
         yield f"Kernels that compute again what memory was too short to keep: {whole(totals.rematerialised)}."
     if job.config.is_moe:
-        more = totals.routed_ideal_bytes / totals.ideal_bytes
-        yield (
-            f"Ideal bytes take each layer's expected distinct experts once; as this model reads them, once for each "
-            f"token's choice or block of rows, they are {decimal(more, 3)} times that, and the kernels' "
-            f"{decimal(totals.bytes / totals.routed_ideal_bytes, 3)} of it."
-        )
+        yield _experts_remark(totals)
     kv_heads = job.config.num_key_value_heads
     if job.num_devices > kv_heads:
         yield f"{job.num_devices} devices share {kv_heads} KV heads: each has the cache and projections of a whole one."
@@ -117,10 +112,18 @@ def _remarks(report: KernelReport) -> Iterator[str]:
             f"The kernels compute {percent(more)} more FLOPs than the step needs: padding, blocks that may have no "
             "work, or what each device repeats."
         )
-    if totals.flops < totals.dense_flops:
-        missing = totals.dense_flops - totals.flops
+    missing = totals.dense_flops - totals.flops
+    if 0 < missing <= totals.masked_flops:
+        yield f"Attention leaves out what the mask hides: {quantity(missing, 'FLOP')} of whole squares."
+    elif missing > 0:
         yield f"{quantity(missing, 'FLOP')} of the step are in kernels whose work can't be read."
-    hidden = sum(kernel.count for kernel in kernels if kernel.source == "inventory")
+    own = sum(kernel.count for kernel in kernels if kernel.kind.startswith("pallas"))
+    if own:
+        yield (
+            f"Kernels of qwenjax's own (pallas): {whole(own)}; weights that they choose, cache and their FLOPs are the "
+            "inventory's, the rest as their operands are shaped."
+        )
+    hidden = sum(kernel.count for kernel in kernels if kernel.source == "inventory") - own
     if hidden:
         yield f"Library calls that hide their work: {whole(hidden)}; their FLOPs and bytes are the inventory's."
     unnamed = sum(kernel.count for kernel in kernels if kernel.op == OTHER)
@@ -246,4 +249,15 @@ def _sums(totals: dict[str, Any]) -> Iterator[str]:
         f"Memory: {gib(totals['argument_bytes'])} of arguments, {quantity(totals['alias_bytes'], 'B')} of them updated "
         f"in place, {quantity(totals['temp_bytes'], 'B')} of temporaries; {gib(totals['peak_bytes'])} at once, which "
         f"{fits} the card's {gib(totals['capacity_bytes'])}."
+    )
+
+
+def _experts_remark(totals: KernelTotals) -> str:
+    once = "Ideal bytes take each layer's expected distinct experts once"
+    more = totals.routed_ideal_bytes / totals.ideal_bytes
+    if more == 1:
+        return f"{once}, and so do the model's kernels."
+    return (
+        f"{once}; as this model reads them, once for each token's choice or block of rows, they are {decimal(more, 3)} "
+        f"times that, and the kernels' {decimal(totals.bytes / totals.routed_ideal_bytes, 3)} of it."
     )
