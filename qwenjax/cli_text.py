@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,12 +112,17 @@ def _checked(folder: str, dtype: str | None, kv_dtype: str | None) -> Path:
 
 
 def _load(folder: Path, dtype: str | None) -> Checkpoint:
-    from qwenjax.checkpoint.loading import load
+    from qwenjax.checkpoint.loading import load, running_dtype
     from qwenjax.text import eos_ids, load_text
 
     text, eos = load_text(folder), eos_ids(folder)  # the small files first: their errors come before the long read
     with shown("load", FEW_LINES_S) as progress:
-        return Checkpoint(*load(folder, dtype, progress=progress), text, eos)
+        config, params = load(folder, dtype or running_dtype(folder), progress=progress)
+    own = params["embed_tokens"].dtype.name
+    if dtype is None and config.dtype not in (None, own):
+        why = f"many times faster on a CPU; --dtype {config.dtype} keeps them"
+        print(f"{config.dtype} weights are widened to {own}, {why}", file=sys.stderr)
+    return Checkpoint(config, params, text, eos)
 
 
 def _sampling(folder: Path, given: dict[str, Any], wanted: bool, seed: int, rows: int) -> dict[str, Any]:

@@ -96,29 +96,33 @@ def _run_cached(
     """
     chosen = resolved(kernels)
     key_positions_S = positions_BT[0] if lengths_B is None else jnp.arange(cache.capacity)
-    stream: Stream
     if chosen == NO_KERNELS:
         x_BTD, kept = _hidden(config, params, tokens_BT, positions_BT, key_positions_S, cache, lengths_B)
-        stream = x_BTD, None
+        logits_BUV = _unembed(config, params, _last(x_BTD, last_B))
     else:
         x_BTD, rope, masks = _start(config, params, tokens_BT, positions_BT, key_positions_S)
-        stream, kept = (x_BTD, None), []
+        stream: Stream = x_BTD, None
+        kept = []
         for i, window in enumerate(config.sliding_windows):
             cached, layer = (cache.keys[i], cache.values[i]), params["layers"][i]
             stream, kv = fused_run_block(
                 config, layer_scopes(config, i), window, chosen, layer, stream, rope, masks[window], cached, lengths_B
             )
             kept.append(kv)
-    if last_B is not None:  # the output head sees one position of each row
-        with jax.named_scope("final_norm"):
-            stream = jax.tree.map(lambda x: jnp.take_along_axis(x, last_B[:, None, None], axis=1), stream)
-    head_VD = params[_head(config, params)]
-    scopes = "mlp_residual", "final_norm"
-    _, x_BUD = add_norm(chosen, scopes, stream, params["final_norm"], config.rms_norm_eps)
-    with jax.named_scope("unembed"):
-        logits_BUV = contract("unembed", x_BUD, head_VD)
+        stream = jax.tree.map(lambda x: _last(x, last_B), stream)
+        scopes = "mlp_residual", "final_norm"
+        _, x_BUD = add_norm(chosen, scopes, stream, params["final_norm"], config.rms_norm_eps)
+        logits_BUV = _logits(config, params, x_BUD)
     keys, values = zip(*kept, strict=True)
     return logits_BUV[:, 0], keys, values
+
+
+def _last(x_BTD: Array, last_B: Array | None) -> Array:
+    """The one position of each row that the output head sees, [B, 1, D]."""
+    if last_B is None:
+        return x_BTD
+    with jax.named_scope("final_norm"):
+        return jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
 
 
 def _final_norm(config: ModelConfig, params: Params, x_BTD: Array) -> Array:
@@ -127,10 +131,13 @@ def _final_norm(config: ModelConfig, params: Params, x_BTD: Array) -> Array:
 
 
 def _unembed(config: ModelConfig, params: Params, x_BUD: Array) -> Array:
+    return _logits(config, params, _final_norm(config, params, x_BUD))
+
+
+def _logits(config: ModelConfig, params: Params, normed_BUD: Array) -> Array:
     head_VD = params[_head(config, params)]
-    x_BUD = _final_norm(config, params, x_BUD)
     with jax.named_scope("unembed"):
-        return contract("unembed", x_BUD, head_VD)
+        return contract("unembed", normed_BUD, head_VD)
 
 
 def _head(config: ModelConfig, params: Params) -> str:
@@ -192,7 +199,9 @@ def prefill_impl(
     `kernels` as in `qwenjax.kernels.choice`: by default all that this process's one GPU can run.
     """
     positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    logits_BV, keys, values = _run_cached(config, params, tokens_BT, positions_BT, cache, None, lengths_B - 1, kernels)
+    with jax.named_scope("final_norm"):
+        last_B = lengths_B - 1
+    logits_BV, keys, values = _run_cached(config, params, tokens_BT, positions_BT, cache, None, last_B, kernels)
     return logits_BV, KVCache(keys, values, lengths_B.astype(jnp.int32))
 
 
@@ -210,7 +219,8 @@ def extend_impl(
     A row may add none; its logits mean nothing then. Pieces of a prompt one after the other equal the whole prefill.
     """
     positions_BT = cache.lengths[:, None] + jnp.arange(tokens_BT.shape[1])
-    last_B = jnp.maximum(counts_B - 1, 0)
+    with jax.named_scope("final_norm"):
+        last_B = jnp.maximum(counts_B - 1, 0)
     logits_BV, keys, values = _run_cached(
         config, params, tokens_BT, positions_BT, cache, cache.lengths, last_B, kernels
     )

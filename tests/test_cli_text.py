@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,6 +57,17 @@ def refusal(*command: str) -> str:
     result = cli_run.run(*command)
     assert (result.status, result.stdout) == (2, "")
     return result.stderr
+
+
+def test_on_a_cpu_16_bits_are_widened_unless_they_are_asked_for(tmp_path: Path) -> None:
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params(CONFIG))
+    qwenjax.save(CONFIG, narrow, tmp_path / "tiny")
+    folder = tiny_text.write_text_files(tmp_path / "tiny")
+    told = "bfloat16 weights are widened to float32, many times faster on a CPU; --dtype bfloat16 keeps them\n"
+    for option, dtype in (((), "float32"), (("--dtype", "bfloat16"), "bfloat16")):
+        result = cli_run.run(*generated(folder, "--prompt", "a", "--json", *option))
+        assert json.loads(result.stdout)["dtype"] == dtype
+        assert (told in result.stderr) == (not option)
 
 
 def test_json_holds_what_python_generates(folder: Path, expected: Any) -> None:

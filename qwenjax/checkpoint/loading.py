@@ -32,10 +32,11 @@ def load(
 ) -> tuple[ModelConfig, Params]:
     """The config and the parameters of a checkpoint: a folder, or a Hugging Face id that is downloaded.
 
-    dtype: float32, bfloat16 or float16 for all arrays; by default what config.json says. Tensors that don't match the
-    config's architecture one to one are an InputError that lists them all, before any is read. Each is copied from its
-    memory-mapped file straight to its slice; FP8 block-scale weights are dequantised in float32, and the config that
-    comes back is then that of the plain weights. GPTQ, AWQ and modelopt are refused.
+    dtype: float32, bfloat16 or float16 for all arrays; by default what config.json says (to run on a CPU, take
+    `running_dtype`). Tensors that don't match the config's architecture one to one are an InputError that lists them
+    all, before any is read. Each is copied from its memory-mapped file straight to its slice; FP8 block-scale weights
+    are dequantised in float32, and the config that comes back is then that of the plain weights. GPTQ, AWQ and modelopt
+    are refused.
     With lm_head=False an untied output head is neither asked for nor read, as embedding models have none: the
     parameters then serve `hidden_states`, and whatever needs logits is an InputError.
     """
@@ -54,6 +55,15 @@ def load(
         )
     params = _read(config, plan, target, progress)
     return _plain(config), params
+
+
+def running_dtype(source: str | os.PathLike[str]) -> str | None:
+    """The dtype to load a checkpoint in to run it here, None for its own: on a CPU 16 bits are widened to float32.
+
+    XLA's 16-bit matrix products are more than 20 times slower there (bench/results, JAX 0.10).
+    """
+    stated = ModelConfig.from_hf(local_folder(source, SMALL_FILES)).dtype
+    return "float32" if jax.default_backend() == "cpu" and stated != "float32" else None
 
 
 def _read_config(source: str | os.PathLike[str]) -> ModelConfig:
