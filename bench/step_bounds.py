@@ -9,6 +9,7 @@ from qwenjax.config import ModelConfig
 from qwenjax.dims import Step
 from roofline.gpu_compile import CompileJob
 from roofline.hardware import load_hardware
+from roofline.kernel_rows import count_inventory
 from roofline.kernels import KernelReport
 
 CHIPS = ("rtx-4090", "h100-sxm")
@@ -74,8 +75,15 @@ def figures(report: KernelReport) -> dict[str, float]:
         "kernels_per_layer": totals.kernels_per_layer,
         "bytes_ratio": totals.byte_ratio if decodes else totals.bytes / totals.once_bytes,
         "temp_bytes": totals.temp_bytes,
-        "flops_ratio": totals.flops / totals.dense_flops,
+        "flops_ratio": _routed_ratio(report) if report.job.config.is_moe else totals.flops / totals.dense_flops,
     }
+
+
+def _routed_ratio(report: KernelReport) -> float:
+    """FLOPs of the experts' kernels over those of the rows that were routed to them."""
+    needed = {row.op: row.flops for row in count_inventory(report.job) if row.op.startswith("experts_")}
+    computed = sum(kernel.count * kernel.flops for kernel in report.kernels if kernel.op in needed)
+    return computed / sum(needed.values())
 
 
 def excesses(bound: StepBound, report: KernelReport) -> list[str]:
