@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+TILE_ROWS = 16  # the GPU kernels round an expert's rows up to them: the fewest of a Triton product
 Way = Literal["dense", "gathered", "grouped"]
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from qwenjax.config import ModelConfig
+from qwenjax.moe_blocks import TILE_ROWS
 from roofline.count import CountRow
 from roofline.hlo import Computation, Instruction
 from roofline.hlo_cost import Touched
@@ -38,7 +39,6 @@ class OwnKernel:
 
 
 _ATTENTION, _GATE_UP, _DOWN = ("scores", "values"), ("experts_gate_up_proj",), ("experts_down_proj",)
-_TILE_ROWS = 16  # an expert's rows are rounded up to them, see qwenjax.kernels.experts_grouped
 OWN_KERNELS: Final[Mapping[str, OwnKernel]] = {
     "rms_norm": OwnKernel(),
     "decode_attention": OwnKernel(_ATTENTION, apart=(4, 5), joins=("qk_norm", "rope", "scores", "softmax", "values")),
@@ -74,10 +74,10 @@ def padded_share(tokens: int, config: ModelConfig) -> float:
     """
     chance = config.num_experts_per_tok / config.num_experts
     if chance == 1:
-        return -(-tokens // _TILE_ROWS) * _TILE_ROWS / tokens
+        return -(-tokens // TILE_ROWS) * TILE_ROWS / tokens
     steps = (math.log((tokens - n) / (n + 1) * chance / (1 - chance)) for n in range(tokens))
     logs = itertools.accumulate(steps, initial=tokens * math.log1p(-chance))  # of the chance of n rows, 0 to all
-    rows = sum(math.exp(log) * -(-n // _TILE_ROWS) * _TILE_ROWS for n, log in enumerate(logs))
+    rows = sum(math.exp(log) * -(-n // TILE_ROWS) * TILE_ROWS for n, log in enumerate(logs))
     return rows / (tokens * chance)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from qwenjax.config import ModelConfig
@@ -44,7 +45,8 @@ BASES: dict[str, Json] = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen2_moe": QWEN2_MOE
 
 
 def changed(base: Json, **changes: Any) -> Json:
-    return {key: value for key, value in (base | changes).items() if value is not DROP}
+    """A config of its own, down to its blocks: transformers writes into those that it is given."""
+    return copy.deepcopy({key: value for key, value in (base | changes).items() if value is not DROP})
 
 
 def read(base: Json, **changes: Any) -> ModelConfig:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
+from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
 
@@ -99,7 +99,7 @@ def decode_attention(
             *[jax.ShapeDtypeStruct(cached.shape, cached.dtype) for cached in (keys_BKSH, values_BKSH)],
         ],
         input_output_aliases={4: 3, 5: 4},
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="decode_attention",
     )(qkv_BKJH, cos_BH, sin_BH, lengths_B, keys_BKSH, values_BKSH, *norms_H)
@@ -132,13 +132,13 @@ def _attend(
         at = place + jnp.arange(_BLOCK)
         seen = (at >= first) & (at < high)
         halves = (_half(keys_ref, place, seen, half, plan) for half in (0, 1))
-        scores_RS = sum(pltriton.dot(q, k.T) for q, k in zip(query, halves, strict=True)) * scale
-        value_SH = pltriton.load(values_ref.at[pl.ds(place, _BLOCK)], mask=_wide(seen, plan.head_dim), other=0.0)
+        scores_RS = sum(plt.dot(q, k.T) for q, k in zip(query, halves, strict=True)) * scale
+        value_SH = plt.load(values_ref.at[pl.ds(place, _BLOCK)], mask=_wide(seen, plan.head_dim), other=0.0)
         top, total, mixed = state
         new_top = jnp.maximum(top, jnp.max(jnp.where(seen[None], scores_RS, _LOWEST), axis=1))
         probs_RS = jnp.where(seen[None], jnp.exp(scores_RS - new_top[:, None]), 0.0)
         shrink = jnp.exp(top - new_top)
-        added = pltriton.dot(probs_RS.astype(value_SH.dtype), value_SH)
+        added = plt.dot(probs_RS.astype(value_SH.dtype), value_SH)
         return new_top, total * shrink + probs_RS.sum(axis=1), mixed * shrink[:, None] + added
 
     rows = jnp.zeros(plan.rows, jnp.float32)
@@ -155,9 +155,9 @@ def _attend(
     mixed = mixed * shrink[:, None] + prob_R[:, None] * value_1H.astype(jnp.float32)
     if plan.parts == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
-    pltriton.store(mixed_ref.at[pl.ds(0, plan.rows)], mixed.astype(mixed_ref.dtype), mask=_wide(present, plan.head_dim))
-    pltriton.store(top_ref.at[pl.ds(0, plan.rows)], new_top, mask=present)
-    pltriton.store(sum_ref.at[pl.ds(0, plan.rows)], total, mask=present)
+    plt.store(mixed_ref.at[pl.ds(0, plan.rows)], mixed.astype(mixed_ref.dtype), mask=_wide(present, plan.head_dim))
+    plt.store(top_ref.at[pl.ds(0, plan.rows)], new_top, mask=present)
+    plt.store(sum_ref.at[pl.ds(0, plan.rows)], total, mask=present)
     _keep(new_keys_ref, new_values_ref, key, value_1H, jnp.where(own, length, 0), own, plan)
 
 
@@ -167,7 +167,7 @@ def _prepared(
     """Both halves, [R, H/2], of the rows from `row` on of the packed projection, normed and rotated."""
     half = plan.head_dim // 2
     first, second = (
-        pltriton.load(qkv_ref.at[pl.ds(row, present.size), pl.ds(i * half, half)], mask=_wide(present, half), other=0.0)
+        plt.load(qkv_ref.at[pl.ds(row, present.size), pl.ds(i * half, half)], mask=_wide(present, half), other=0.0)
         for i in (0, 1)
     )
     if norm_refs and plan.eps is not None:
@@ -184,7 +184,7 @@ def _half(keys_ref: Any, place: Array, seen: Array, half: int, plan: _Plan) -> A
     """Half of the channels of a block of cached keys, [S, H/2]."""
     width = plan.head_dim // 2
     at = keys_ref.at[pl.ds(place, _BLOCK), pl.ds(half * width, width)]
-    loaded: Array = pltriton.load(at, mask=_wide(seen, width), other=0.0)
+    loaded: Array = plt.load(at, mask=_wide(seen, width), other=0.0)
     return loaded
 
 
@@ -195,8 +195,8 @@ def _keep(
     half = plan.head_dim // 2
     writes = _wide(own[None], half)
     for i, part in enumerate(key):
-        pltriton.store(keys_ref.at[pl.ds(place, 1), pl.ds(i * half, half)], part, mask=writes)
-    pltriton.store(values_ref.at[pl.ds(place, 1)], value_1H, mask=_wide(own[None], plan.head_dim))
+        plt.store(keys_ref.at[pl.ds(place, 1), pl.ds(i * half, half)], part, mask=writes)
+    plt.store(values_ref.at[pl.ds(place, 1)], value_1H, mask=_wide(own[None], plan.head_dim))
 
 
 def _wide(mask: Array, width: int) -> Array:
@@ -215,7 +215,7 @@ def _combined(parts_BKPGH: Array, tops_BKPG: Array, sums_BKPG: Array, dtype: Any
         ],
         out_specs=pl.BlockSpec((None, None, None, head_dim), lambda b, k, g: (b, k, g, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, group, head_dim), dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="combine_parts",
     )(parts_BKPGH, tops_BKPG, sums_BKPG)
@@ -226,9 +226,9 @@ def _combine(parts_ref: Any, tops_ref: Any, sums_ref: Any, mixed_ref: Any) -> No
     count = parts_ref.shape[0]
     rows = pl.next_power_of_2(count)
     present = jnp.arange(rows) < count
-    tops = pltriton.load(tops_ref.at[pl.ds(0, rows)], mask=present, other=_LOWEST)
-    sums = pltriton.load(sums_ref.at[pl.ds(0, rows)], mask=present, other=0.0)
-    parts_PH = pltriton.load(parts_ref.at[pl.ds(0, rows)], mask=_wide(present, parts_ref.shape[1]), other=0.0)
+    tops = plt.load(tops_ref.at[pl.ds(0, rows)], mask=present, other=_LOWEST)
+    sums = plt.load(sums_ref.at[pl.ds(0, rows)], mask=present, other=0.0)
+    parts_PH = plt.load(parts_ref.at[pl.ds(0, rows)], mask=_wide(present, parts_ref.shape[1]), other=0.0)
     shares = jnp.exp(tops - jnp.max(tops))
     total = jnp.maximum((sums * shares).sum(), 1e-30)
     mixed_ref[...] = ((parts_PH * shares[:, None]).sum(axis=0) / total).astype(mixed_ref.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.routing import group
+from qwenjax.moe_blocks import TILE_ROWS
 
 Array = jax.Array
 Ref = Any  # JAX's annotations of its own references don't fit together
-_SMALLEST: Final = 16  # rows of a Triton product
 
 
 class _Tiling(NamedTuple):
@@ -38,12 +38,12 @@ def _tiling(num_rows: int, num_experts: int) -> _Tiling:
     average = num_rows // num_experts
     four_warps = plt.CompilerParams(num_warps=4, num_stages=4)
     if average < 8:
-        return _Tiling((_SMALLEST,), 32, 64, four_warps)
+        return _Tiling((TILE_ROWS,), 32, 64, four_warps)
     if average < 32:
-        return _Tiling((64, 32, _SMALLEST), 32, 64, four_warps)
+        return _Tiling((64, 32, TILE_ROWS), 32, 64, four_warps)
     if average < 128:
-        return _Tiling((64, 32, _SMALLEST), 64, 32, four_warps)
-    return _Tiling((128, 64, 32, _SMALLEST), 64, 32, plt.CompilerParams(num_warps=8, num_stages=4))
+        return _Tiling((64, 32, TILE_ROWS), 64, 32, four_warps)
+    return _Tiling((128, 64, 32, TILE_ROWS), 64, 32, plt.CompilerParams(num_warps=8, num_stages=4))
 
 
 def grouped(
@@ -149,7 +149,7 @@ def _down(
 
 def _for_tiles(start: Array, end: Array, sizes: tuple[int, ...], tile: Callable[[Array, int], None]) -> None:
     """tile(first row, size) over the rows from start to end, the last of them padded to the smallest size."""
-    left = (end - start + _SMALLEST - 1) // _SMALLEST * _SMALLEST
+    left = (end - start + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     for size in sizes:
         number = left // size
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
+from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
 
@@ -44,7 +44,7 @@ def _call(kernel: Any, results: int, like: Array, arrays: tuple[Array, ...], int
         in_specs=[whole if array.ndim == 1 else row for array in arrays],
         out_specs=[row] * results,
         out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype)] * results,
-        compiler_params=pltriton.CompilerParams(num_warps=8 if channels > 2048 else 4, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=8 if channels > 2048 else 4, num_stages=1),
         interpret=interpret,
         name="rms_norm",
     )(*arrays)
@@ -80,9 +80,9 @@ def _channels(ref: Any) -> Array:
 
 
 def _load(ref: Any, channels: Array) -> Array:
-    loaded: Array = pltriton.load(ref.at[pl.ds(0, channels.size)], mask=channels < _size(ref), other=0.0)
+    loaded: Array = plt.load(ref.at[pl.ds(0, channels.size)], mask=channels < _size(ref), other=0.0)
     return loaded
 
 
 def _store(ref: Any, values: Array, channels: Array) -> None:
-    pltriton.store(ref.at[pl.ds(0, channels.size)], values, mask=channels < _size(ref))
+    plt.store(ref.at[pl.ds(0, channels.size)], values, mask=channels < _size(ref))

@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
+from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
 
@@ -52,7 +52,7 @@ def _call(name: str, x_MD: Array, weight_CFD: Array, interpret: bool) -> Array:
         + [pl.BlockSpec((None, columns, summed), lambda i, c=c: (c, 0, 0)) for c in range(factors)],
         out_specs=pl.BlockSpec((rows, columns), lambda i: (0, 0)),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x_MD.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=max(2, min(4, _SHARED_BYTES // stage_bytes))),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=max(2, min(4, _SHARED_BYTES // stage_bytes))),
         interpret=interpret,
         name=name,
     )(x_MD, *[weight_CFD] * factors)
@@ -70,19 +70,17 @@ def _multiply(x_ref: Any, *refs: Any, width: int, step: int) -> None:
 
     def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         at = pl.ds(i * step, step)
-        x_MD = pltriton.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask, step), other=0.0)
+        x_MD = plt.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask, step), other=0.0)
         mask = _wide(column_mask, step)
-        loaded = [pltriton.load(ref.at[pl.ds(start, width), at], mask=mask, other=0.0) for ref in weight_refs]
-        return tuple(total + pltriton.dot(x_MD, w.T) for total, w in zip(sums, loaded, strict=True))
+        loaded = [plt.load(ref.at[pl.ds(start, width), at], mask=mask, other=0.0) for ref in weight_refs]
+        return tuple(total + plt.dot(x_MD, w.T) for total, w in zip(sums, loaded, strict=True))
 
     zeros = tuple(jnp.zeros((padded, width), jnp.float32) for _ in weight_refs)
     sums = jax.lax.fori_loop(0, summed // step, add, zeros)
     result, *up = [total.astype(result_ref.dtype) for total in sums]
     if up:
         result = jax.nn.silu(result.astype(jnp.float32)).astype(result.dtype) * up[0]
-    pltriton.store(
-        result_ref.at[pl.ds(0, padded), pl.ds(start, width)], result, mask=row_mask[:, None] & column_mask[None]
-    )
+    plt.store(result_ref.at[pl.ds(0, padded), pl.ds(start, width)], result, mask=row_mask[:, None] & column_mask[None])
 
 
 def _padded(rows: int) -> int:
