@@ -18,12 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
+from qwenjax.kernels.tiles import LOWEST, Halves, Ref, normed, padded_rows, rotated, wide
 
 Array = jax.Array
 _BLOCK: Final = 64  # cached positions that a program attends at once
 _PROGRAMS: Final = 128  # to aim at: about one for each multiprocessor of an RTX 4090 or H100
-_FEWEST_ROWS: Final = 16  # of a Triton product: query heads of one KV head are padded up to them
-_LOWEST: Final = -1e30  # below any score, and unlike -inf without NaN as a difference
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class _Plan:
 
     @property
     def rows(self) -> int:
-        return max(_FEWEST_ROWS, pl.next_power_of_2(self.group))
+        return padded_rows(self.group)
 
 
 def fits(qkv_BKJH: Array, keys_BKSH: Array, values_BKSH: Array) -> bool:
@@ -109,7 +108,7 @@ def decode_attention(
 
 
 def _attend(
-    qkv_ref: Any, cos_ref: Any, sin_ref: Any, length_ref: Any, keys_ref: Any, values_ref: Any, *refs: Any, plan: _Plan
+    qkv_ref: Ref, cos_ref: Ref, sin_ref: Ref, length_ref: Ref, keys_ref: Ref, values_ref: Ref, *refs: Ref, plan: _Plan
 ) -> None:
     """One part of one KV head of one row."""
     norm_refs = refs[:-5]
@@ -133,74 +132,64 @@ def _attend(
         seen = (at >= first) & (at < high)
         halves = (_half(keys_ref, place, seen, half, plan) for half in (0, 1))
         scores_RS = sum(plt.dot(q, k.T) for q, k in zip(query, halves, strict=True)) * scale
-        value_SH = plt.load(values_ref.at[pl.ds(place, _BLOCK)], mask=_wide(seen, plan.head_dim), other=0.0)
+        value_SH = plt.load(values_ref.at[pl.ds(place, _BLOCK)], mask=wide(seen, plan.head_dim), other=0.0)
         top, total, mixed = state
-        new_top = jnp.maximum(top, jnp.max(jnp.where(seen[None], scores_RS, _LOWEST), axis=1))
+        new_top = jnp.maximum(top, jnp.max(jnp.where(seen[None], scores_RS, LOWEST), axis=1))
         probs_RS = jnp.where(seen[None], jnp.exp(scores_RS - new_top[:, None]), 0.0)
         shrink = jnp.exp(top - new_top)
         added = plt.dot(probs_RS.astype(value_SH.dtype), value_SH)
         return new_top, total * shrink + probs_RS.sum(axis=1), mixed * shrink[:, None] + added
 
     rows = jnp.zeros(plan.rows, jnp.float32)
-    empty = rows + _LOWEST, rows, jnp.zeros((plan.rows, plan.head_dim), jnp.float32)
+    empty = rows + LOWEST, rows, jnp.zeros((plan.rows, plan.head_dim), jnp.float32)
     top, total, mixed = jax.lax.fori_loop(0, pl.cdiv(jnp.maximum(high - low, 0), _BLOCK), block, empty)
 
     # The new token itself, in the part that holds its place; a full row has none.
     own = (length >= start) & (length < start + plan.positions) & (length < plan.capacity)
     score_R = sum((q.astype(jnp.float32) * k.astype(jnp.float32)).sum(axis=1) for q, k in zip(query, key, strict=True))
-    score_R = jnp.where(own, score_R * scale, _LOWEST)
+    score_R = jnp.where(own, score_R * scale, LOWEST)
     new_top = jnp.maximum(top, score_R)
     prob_R, shrink = jnp.where(own, jnp.exp(score_R - new_top), 0.0), jnp.exp(top - new_top)
     total = total * shrink + prob_R
     mixed = mixed * shrink[:, None] + prob_R[:, None] * value_1H.astype(jnp.float32)
     if plan.parts == 1:
         mixed = mixed / jnp.maximum(total, 1e-30)[:, None]
-    plt.store(mixed_ref.at[pl.ds(0, plan.rows)], mixed.astype(mixed_ref.dtype), mask=_wide(present, plan.head_dim))
+    plt.store(mixed_ref.at[pl.ds(0, plan.rows)], mixed.astype(mixed_ref.dtype), mask=wide(present, plan.head_dim))
     plt.store(top_ref.at[pl.ds(0, plan.rows)], new_top, mask=present)
     plt.store(sum_ref.at[pl.ds(0, plan.rows)], total, mask=present)
     _keep(new_keys_ref, new_values_ref, key, value_1H, jnp.where(own, length, 0), own, plan)
 
 
 def _prepared(
-    qkv_ref: Any, row: int, present: Array, cos: Array, sin: Array, norm_refs: tuple[Any, ...], plan: _Plan
-) -> tuple[Array, Array]:
+    qkv_ref: Ref, row: int, present: Array, cos: Array, sin: Array, norm_refs: tuple[Ref, ...], plan: _Plan
+) -> Halves:
     """Both halves, [R, H/2], of the rows from `row` on of the packed projection, normed and rotated."""
     half = plan.head_dim // 2
     first, second = (
-        plt.load(qkv_ref.at[pl.ds(row, present.size), pl.ds(i * half, half)], mask=_wide(present, half), other=0.0)
+        plt.load(qkv_ref.at[pl.ds(row, present.size), pl.ds(i * half, half)], mask=wide(present, half), other=0.0)
         for i in (0, 1)
     )
+    halves = first, second
     if norm_refs and plan.eps is not None:
-        wide = first.astype(jnp.float32), second.astype(jnp.float32)
-        squares = (wide[0] * wide[0]).sum(axis=1) + (wide[1] * wide[1]).sum(axis=1)
-        scale = jax.lax.rsqrt(squares / plan.head_dim + plan.eps)[:, None]
-        first, second = (
-            norm_refs[0][pl.ds(i * half, half)][None] * (x * scale).astype(first.dtype) for i, x in enumerate(wide)
-        )
-    return first * cos[None] - second * sin[None], second * cos[None] + first * sin[None]
+        halves = normed(halves, norm_refs[0], plan.eps)
+    return rotated(halves, cos, sin)
 
 
-def _half(keys_ref: Any, place: Array, seen: Array, half: int, plan: _Plan) -> Array:
+def _half(keys_ref: Ref, place: Array, seen: Array, half: int, plan: _Plan) -> Array:
     """Half of the channels of a block of cached keys, [S, H/2]."""
     width = plan.head_dim // 2
     at = keys_ref.at[pl.ds(place, _BLOCK), pl.ds(half * width, width)]
-    loaded: Array = plt.load(at, mask=_wide(seen, width), other=0.0)
+    loaded: Array = plt.load(at, mask=wide(seen, width), other=0.0)
     return loaded
 
 
-def _keep(
-    keys_ref: Any, values_ref: Any, key: tuple[Array, Array], value_1H: Array, place: Array, own: Array, plan: _Plan
-) -> None:
+def _keep(keys_ref: Ref, values_ref: Ref, key: Halves, value_1H: Array, place: Array, own: Array, plan: _Plan) -> None:
     """Writes the new key and value, in the part that holds their place."""
     half = plan.head_dim // 2
-    writes = _wide(own[None], half)
+    writes = wide(own[None], half)
     for i, part in enumerate(key):
         plt.store(keys_ref.at[pl.ds(place, 1), pl.ds(i * half, half)], part, mask=writes)
-    plt.store(values_ref.at[pl.ds(place, 1)], value_1H, mask=_wide(own[None], plan.head_dim))
-
-
-def _wide(mask: Array, width: int) -> Array:
-    return jnp.broadcast_to(mask[:, None], (mask.size, width))
+    plt.store(values_ref.at[pl.ds(place, 1)], value_1H, mask=wide(own[None], plan.head_dim))
 
 
 def _combined(parts_BKPGH: Array, tops_BKPG: Array, sums_BKPG: Array, dtype: Any, interpret: bool) -> Array:
@@ -222,13 +211,13 @@ def _combined(parts_BKPGH: Array, tops_BKPG: Array, sums_BKPG: Array, dtype: Any
     return mixed
 
 
-def _combine(parts_ref: Any, tops_ref: Any, sums_ref: Any, mixed_ref: Any) -> None:
+def _combine(parts_ref: Ref, tops_ref: Ref, sums_ref: Ref, mixed_ref: Ref) -> None:
     count = parts_ref.shape[0]
     rows = pl.next_power_of_2(count)
     present = jnp.arange(rows) < count
-    tops = plt.load(tops_ref.at[pl.ds(0, rows)], mask=present, other=_LOWEST)
+    tops = plt.load(tops_ref.at[pl.ds(0, rows)], mask=present, other=LOWEST)
     sums = plt.load(sums_ref.at[pl.ds(0, rows)], mask=present, other=0.0)
-    parts_PH = plt.load(parts_ref.at[pl.ds(0, rows)], mask=_wide(present, parts_ref.shape[1]), other=0.0)
+    parts_PH = plt.load(parts_ref.at[pl.ds(0, rows)], mask=wide(present, parts_ref.shape[1]), other=0.0)
     shares = jnp.exp(tops - jnp.max(tops))
     total = jnp.maximum((sums * shares).sum(), 1e-30)
     mixed_ref[...] = ((parts_PH * shares[:, None]).sum(axis=0) / total).astype(mixed_ref.dtype)

@@ -7,15 +7,16 @@ broadcast would go through shared memory, with barriers between the loads.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from qwenjax.kernels.tiles import Ref, gated, load_tile
+
 Array = jax.Array
-Ref = Any  # JAX's annotations of its own references don't fit together
 _UP_ROWS: Final = 4  # of gate and of up that a program of the first kernel reads
 _UP_SUMMED: Final = 256  # channels of them at a time
 _DOWN_ROWS: Final = 32  # of all experts that a program of the second kernel reads
@@ -76,8 +77,7 @@ def _gate_up(x_ref: Ref, expert_ref: Ref, gate_up_ref: Ref, hidden_ref: Ref) -> 
         for i, row_M in enumerate((gate_M, gate_M + width)):
             sums[i] += _tile(gate_up_ref, row_M[:, None], at_K[None], mask) * x_MK
     gate_M, up_M = (jnp.sum(total, axis=1).astype(hidden_ref.dtype) for total in sums)
-    hidden_M = jax.nn.silu(gate_M.astype(jnp.float32)).astype(hidden_ref.dtype) * up_M
-    plt.store(hidden_ref.at[column_M], hidden_M, mask=column_M < width)
+    plt.store(hidden_ref.at[column_M], gated(gate_M, up_M), mask=column_M < width)
 
 
 def _down(hidden_ref: Ref, weights_ref: Ref, chosen_ref: Ref, down_ref: Ref, out_ref: Ref) -> None:
@@ -106,11 +106,4 @@ def _down_rows(per_token: int) -> int:
 
 
 def _tile(ref: Ref, row: Array, column: Array, mask_K: Array | None) -> Array:
-    """Elements at all pairs of row and column, in float32; zero where the last axis is masked."""
-    row, column = jnp.broadcast_arrays(row, column)
-    if mask_K is None:
-        loaded: Array = plt.load(ref.at[row, column])
-    else:
-        mask = jax.lax.broadcast_in_dim(mask_K, row.shape, (row.ndim - 1,))
-        loaded = plt.load(ref.at[row, column], mask=mask, other=0)
-    return loaded.astype(jnp.float32)
+    return load_tile(ref, row, column, mask_K).astype(jnp.float32)

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.routing import group
+from qwenjax.kernels.tiles import Ref, gated, load_tile
 from qwenjax.moe_blocks import TILE_ROWS
 
 Array = jax.Array
-Ref = Any  # JAX's annotations of its own references don't fit together
 
 
 class _Tiling(NamedTuple):
@@ -113,8 +113,7 @@ def _gate_up(
         row_M = first + jnp.arange(size)
         source_M = plt.load(order_ref.at[row_M], mask=row_M < end, other=0) // per_token
         gate_MF, up_MF = _products(x_ref, source_M, gate_up_ref, (gate_F, gate_F + width), tiling.summed)
-        hidden_MF = jax.nn.silu(gate_MF.astype(jnp.float32)).astype(gate_MF.dtype) * up_MF
-        _store(hidden_ref, row_M, column_F, hidden_MF, row_M < end)
+        _store(hidden_ref, row_M, column_F, gated(gate_MF, up_MF), row_M < end)
 
     _for_tiles(start_ref[...], end, tiling.rows, tile)
 
@@ -169,9 +168,9 @@ def _products(
     def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         at_K = i * block + jnp.arange(block)
         mask_K = None if summed % block == 0 else at_K < summed
-        x_MK = _tile(x_ref, x_row_M, at_K, mask_K)
+        x_MK = load_tile(x_ref, x_row_M[:, None], at_K[None], mask_K)
         return tuple(
-            total_MF + plt.dot(x_MK, _tile(weight_ref, row_F, at_K, mask_K).T)
+            total_MF + plt.dot(x_MK, load_tile(weight_ref, row_F[:, None], at_K[None], mask_K).T)
             for total_MF, row_F in zip(sums, weight_rows, strict=True)
         )
 
@@ -183,15 +182,6 @@ def _products(
 def _within(column: Array, size: int, block: int) -> Array:
     """Columns past the end, which are computed and not stored, are the last one."""
     return column if size % block == 0 else jnp.minimum(column, size - 1)
-
-
-def _tile(ref: Ref, row_M: Array, at_K: Array, mask_K: Array | None) -> Array:
-    row_MK, at_MK = jnp.broadcast_arrays(row_M[:, None], at_K[None])
-    if mask_K is None:
-        loaded: Array = plt.load(ref.at[row_MK, at_MK])
-    else:
-        loaded = plt.load(ref.at[row_MK, at_MK], mask=jnp.broadcast_to(mask_K[None], row_MK.shape), other=0)
-    return loaded
 
 
 def _store(ref: Ref, row_M: Array, column_F: Array, values_MF: Array, given_M: Array) -> None:

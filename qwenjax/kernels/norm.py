@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
+from qwenjax.kernels.tiles import Ref
 
 Array = jax.Array
 _MOST_CHANNELS: Final = 16384  # of a row, which one program keeps in registers
@@ -51,38 +52,38 @@ def _call(kernel: Any, results: int, like: Array, arrays: tuple[Array, ...], int
     return made
 
 
-def _norm_row(x_ref: Any, weight_ref: Any, normed_ref: Any, *, eps: float) -> None:
+def _norm_row(x_ref: Ref, weight_ref: Ref, normed_ref: Ref, *, eps: float) -> None:
     channels = _channels(x_ref)
     _write_normed(_load(x_ref, channels), weight_ref, normed_ref, channels, eps)
 
 
-def _add_norm_row(x_ref: Any, delta_ref: Any, weight_ref: Any, sum_ref: Any, normed_ref: Any, *, eps: float) -> None:
+def _add_norm_row(x_ref: Ref, delta_ref: Ref, weight_ref: Ref, sum_ref: Ref, normed_ref: Ref, *, eps: float) -> None:
     channels = _channels(x_ref)
     total = _load(x_ref, channels) + _load(delta_ref, channels)
     _store(sum_ref, total, channels)
     _write_normed(total, weight_ref, normed_ref, channels, eps)
 
 
-def _write_normed(x: Array, weight_ref: Any, normed_ref: Any, channels: Array, eps: float) -> None:
+def _write_normed(x: Array, weight_ref: Ref, normed_ref: Ref, channels: Array, eps: float) -> None:
     wide = x.astype(jnp.float32)
     mean_square = jnp.sum(wide * wide) / _size(normed_ref)
     scaled = (wide * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
     _store(normed_ref, _load(weight_ref, channels) * scaled, channels)
 
 
-def _size(ref: Any) -> int:
+def _size(ref: Ref) -> int:
     return int(ref.shape[-1])
 
 
-def _channels(ref: Any) -> Array:
+def _channels(ref: Ref) -> Array:
     """Indices of a row's channels, padded to the power of two that Triton wants."""
     return jnp.arange(pl.next_power_of_2(_size(ref)))
 
 
-def _load(ref: Any, channels: Array) -> Array:
+def _load(ref: Ref, channels: Array) -> Array:
     loaded: Array = plt.load(ref.at[pl.ds(0, channels.size)], mask=channels < _size(ref), other=0.0)
     return loaded
 
 
-def _store(ref: Any, values: Array, channels: Array) -> None:
+def _store(ref: Ref, values: Array, channels: Array) -> None:
     plt.store(ref.at[pl.ds(0, channels.size)], values, mask=channels < _size(ref))

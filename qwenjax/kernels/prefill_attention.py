@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
+from qwenjax.kernels.tiles import LOWEST, Ref, padded_rows
 
 Array = jax.Array
-Ref = Any  # JAX's annotations of its own references don't fit together
 Carry = tuple[Array, Array, Array]
-_HIDDEN = -1e30  # a score that no query sees; finite, so that a row which sees nothing yet stays a number
 _LARGEST_HEAD = 128  # with larger ones a block of keys and one of values don't fit an RTX 4090's shared memory
 
 
@@ -66,13 +64,13 @@ def fits(q_BTKGH: Array, keys_BKSH: Array, values_BKSH: Array) -> bool:
 
 
 def _blocks(tokens: int) -> tuple[int, int, int]:
-    """Queries and keys of a block, and the warps that share it; Triton's products need 16 rows at least.
+    """Queries and keys of a block, and the warps that share it.
 
     A block of few queries is small enough for two to share a multiprocessor of an RTX 4090.
     """
     if tokens > 256:
         return 128, 64, 8
-    return min(max(16, pl.next_power_of_2(tokens)), 64), 32, 4
+    return min(padded_rows(tokens), 64), 32, 4
 
 
 def _kernel(
@@ -107,7 +105,7 @@ def _kernel(
         if at_edge:
             ahead = positions[:, None] - places[None, :]
             seen = (ahead >= 0) & (places < capacity)[None, :]
-            scores = jnp.where(seen if window is None else seen & (ahead < window), scores, _HIDDEN)
+            scores = jnp.where(seen if window is None else seen & (ahead < window), scores, LOWEST)
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1))
         faded = jnp.exp2(highest - new_highest)
         parts = jnp.exp2(scores - new_highest[:, None])
@@ -117,7 +115,7 @@ def _kernel(
     carry: Carry = (
         jnp.zeros((block_q, head_dim), jnp.float32),
         jnp.zeros((block_q,), jnp.float32),
-        jnp.full((block_q,), _HIDDEN, jnp.float32),
+        jnp.full((block_q,), LOWEST, jnp.float32),
     )
     end = jnp.minimum(start + tokens, capacity)
     lower, whole_lower, whole_upper, upper = _bounds(first, end, block_q, block_k, window)

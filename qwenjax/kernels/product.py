@@ -8,19 +8,20 @@ thin enough to fill the GPU. The gated product also joins what follows it, silu(
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from qwenjax.kernels import tiles
 from qwenjax.kernels.choice import is_narrow
+from qwenjax.kernels.tiles import Ref, padded_rows, wide
 
 Array = jax.Array
 _MANY_COLUMNS: Final = 8192  # of a result, from which on a program takes 32 of them in place of 16
 _SUMMED: Final = 128  # channels that a program takes at once, or twice as many of 16 columns
-_FEWEST_ROWS: Final = 16  # of a Triton product; fewer are padded
 _MOST_ROWS: Final = 64
 _SHARED_BYTES: Final = 80_000  # of a program's operands at all stages together; an RTX 4090 has 101,376
 
@@ -44,7 +45,7 @@ def _call(name: str, x_MD: Array, weight_CFD: Array, interpret: bool) -> Array:
     (rows, summed), (factors, columns, _) = x_MD.shape, weight_CFD.shape
     width = 32 if columns > _MANY_COLUMNS else 16
     step = 2 * _SUMMED if width == 16 and summed % (2 * _SUMMED) == 0 else _SUMMED
-    stage_bytes = x_MD.dtype.itemsize * step * (_padded(rows) + factors * width)
+    stage_bytes = x_MD.dtype.itemsize * step * (padded_rows(rows) + factors * width)
     made: Array = pl.pallas_call(
         partial(_multiply, width=width, step=step),
         grid=(pl.cdiv(columns, width),),
@@ -59,19 +60,19 @@ def _call(name: str, x_MD: Array, weight_CFD: Array, interpret: bool) -> Array:
     return made
 
 
-def _multiply(x_ref: Any, *refs: Any, width: int, step: int) -> None:
+def _multiply(x_ref: Ref, *refs: Ref, width: int, step: int) -> None:
     """`width` columns of the result, `step` channels at a time."""
     *weight_refs, result_ref = refs
     (rows, summed), columns = x_ref.shape, result_ref.shape[1]
-    padded = _padded(rows)
+    padded = padded_rows(rows)
     start = pl.program_id(0) * width
     row_mask = jnp.arange(padded) < rows
     column_mask = start + jnp.arange(width) < columns
 
     def add(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         at = pl.ds(i * step, step)
-        x_MD = plt.load(x_ref.at[pl.ds(0, padded), at], mask=_wide(row_mask, step), other=0.0)
-        mask = _wide(column_mask, step)
+        x_MD = plt.load(x_ref.at[pl.ds(0, padded), at], mask=wide(row_mask, step), other=0.0)
+        mask = wide(column_mask, step)
         loaded = [plt.load(ref.at[pl.ds(start, width), at], mask=mask, other=0.0) for ref in weight_refs]
         return tuple(total + plt.dot(x_MD, w.T) for total, w in zip(sums, loaded, strict=True))
 
@@ -79,13 +80,5 @@ def _multiply(x_ref: Any, *refs: Any, width: int, step: int) -> None:
     sums = jax.lax.fori_loop(0, summed // step, add, zeros)
     result, *up = [total.astype(result_ref.dtype) for total in sums]
     if up:
-        result = jax.nn.silu(result.astype(jnp.float32)).astype(result.dtype) * up[0]
+        result = tiles.gated(result, up[0])
     plt.store(result_ref.at[pl.ds(0, padded), pl.ds(start, width)], result, mask=row_mask[:, None] & column_mask[None])
-
-
-def _padded(rows: int) -> int:
-    return max(_FEWEST_ROWS, pl.next_power_of_2(rows))
-
-
-def _wide(mask: Array, width: int) -> Array:
-    return jnp.broadcast_to(mask[:, None], (mask.size, width))

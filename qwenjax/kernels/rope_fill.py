@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
+from qwenjax.kernels.tiles import Halves, Ref, normed, rotated
 
 Array = jax.Array
-Ref = Any  # JAX's annotations of its own references don't fit together
 _BLOCK_TOKENS = 32
 
 
@@ -97,17 +96,16 @@ def _kernel(
     place = start_ref[...] + offset
     kept = given & (place + jnp.arange(block) < capacity)[:, None]
 
-    def head() -> list[Array]:
-        return [plt.load(qkv_ref.at[:, half], mask=given, other=0) for half in channels]
+    def head() -> Halves:
+        first, second = (plt.load(qkv_ref.at[:, half], mask=given, other=0) for half in channels)
+        return first, second
 
-    def turned(weight_ref: Ref | None) -> list[Array]:
-        first, second = head()
-        if weight_ref is not None:
-            first, second = _rms_norm(first, second, weight_ref[channels[0]], weight_ref[channels[1]], eps)
+    def turned(weight_ref: Ref | None) -> Halves:
+        halves = head() if weight_ref is None else normed(head(), weight_ref, eps)
         cos, sin = (plt.load(ref, mask=given, other=0) for ref in (cos_ref, sin_ref))
-        return [first * cos - second * sin, second * cos + first * sin]
+        return rotated(halves, cos, sin)
 
-    def keep(cache_ref: Ref, halves: list[Array]) -> None:
+    def keep(cache_ref: Ref, halves: Halves) -> None:
         for half, vectors in zip(channels, halves, strict=True):
             plt.store(cache_ref.at[pl.ds(place, block), half], vectors, mask=kept)
 
@@ -125,11 +123,3 @@ def _kernel(
     @pl.when(j == packed - 1)
     def _() -> None:
         keep(values_ref, head())
-
-
-def _rms_norm(first: Array, second: Array, weight_1: Array, weight_2: Array, eps: float) -> tuple[Array, Array]:
-    """qwenjax.layers.rms_norm of a vector in two halves."""
-    wide_1, wide_2 = first.astype(jnp.float32), second.astype(jnp.float32)
-    squares = jnp.sum(wide_1 * wide_1, axis=-1, keepdims=True) + jnp.sum(wide_2 * wide_2, axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(squares / (2 * first.shape[-1]) + eps)
-    return weight_1 * (wide_1 * scale).astype(first.dtype), weight_2 * (wide_2 * scale).astype(first.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from qwenjax.kernels.choice import is_narrow
+from qwenjax.kernels.tiles import Ref
 
 Array = jax.Array
-Ref = Any  # JAX's annotations of its own references don't fit together
 _MOST_EXPERTS: Final = 1024  # of a token's scores, which one program keeps in registers
 _BLOCK_ROWS: Final = 1024  # that a program looks at together
 _NONE: Final = 1 << 30  # larger than any expert's index
