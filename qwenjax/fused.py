@@ -23,7 +23,7 @@ from qwenjax.kernels import prefill_attention as prefilling
 from qwenjax.kernels import product as narrow
 from qwenjax.kernels import rope_fill, routing
 from qwenjax.kernels.choice import Kernels
-from qwenjax.layers import attention, contract, rms_norm
+from qwenjax.layers import attention, rms_norm
 from qwenjax.ops import Scope
 from qwenjax.weights import Params
 
@@ -64,7 +64,6 @@ def add_norm(
 ) -> tuple[Array, Array]:
     """The sum of a stream and its RMSNorm; `scopes` name the two ops."""
     x_BTD, delta_BTD = stream
-    channels = x_BTD.shape[-1]
 
     def plain(x_ND: Array, *rest: Array) -> tuple[Array, Array]:
         *delta, weight_D = rest
@@ -78,7 +77,7 @@ def add_norm(
             return x_ND, norms.norm(x_ND, *rest, eps=eps, interpret=interpret)
         return norms.add_norm(x_ND, *rest, eps=eps, interpret=interpret)
 
-    rows = [x.reshape(-1, channels) for x in (x_BTD, delta_BTD) if x is not None]
+    rows = [_rows(x) for x in (x_BTD, delta_BTD) if x is not None]
     with jax.named_scope(scopes[1]):
         total_ND, normed_ND = kernels.run("norm", norms.fits(rows[0], weight_D), kernel, plain, *rows, weight_D)
     return total_ND.reshape(x_BTD.shape), normed_ND.reshape(x_BTD.shape)
@@ -88,24 +87,27 @@ def _products(kernels: Kernels) -> Products:
     """Products of few rows by their own kernels."""
 
     def multiply(op: str, x: Array, weight: Array) -> Array:
-        result = jax.eval_shape(partial(contract, op), x, weight).shape
-        x_MD, weight_FD = _merged(x, weight, x.shape[:2])
+        plain = partial(PLAIN.contract, op)
+        result = jax.eval_shape(plain, x, weight).shape
+
+        def merged(x: Array, weight: Array) -> tuple[Array, Array]:
+            """Rows and summed axes of x merged, [M, D], and those of a weight, whose columns come first, [F, D]."""
+            x_MD = x.reshape(prod(x.shape[:2]), -1)
+            return x_MD, weight.reshape(-1, x_MD.shape[1])
 
         def kernel(x: Array, weight: Array, interpret: bool = False) -> Array:
-            return narrow.product(*_merged(x, weight, x.shape[:2]), interpret=interpret).reshape(result)
+            return narrow.product(*merged(x, weight), interpret=interpret).reshape(result)
 
-        made: Array = kernels.run("product", narrow.fits(x_MD, weight_FD), kernel, partial(contract, op), x, weight)
+        made: Array = kernels.run("product", narrow.fits(*merged(x, weight)), kernel, plain, x, weight)
         return made
 
     def gated(ops: tuple[str, str], h_BTD: Array, gate_up_CFD: Array) -> Array:
-        batch, tokens, channels = h_BTD.shape
-
         def kernel(h_BTD: Array, gate_up_CFD: Array, interpret: bool = False) -> Array:
             with jax.named_scope(ops[0]):
-                hidden_NF = narrow.gated(h_BTD.reshape(-1, channels), gate_up_CFD, interpret=interpret)
-            return hidden_NF.reshape(batch, tokens, -1)
+                hidden_NF = narrow.gated(_rows(h_BTD), gate_up_CFD, interpret=interpret)
+            return hidden_NF.reshape(*h_BTD.shape[:2], -1)
 
-        fits = narrow.fits(h_BTD.reshape(-1, channels), gate_up_CFD)
+        fits = narrow.fits(_rows(h_BTD), gate_up_CFD)
         hidden_BTF: Array = kernels.run("product", fits, kernel, partial(PLAIN.gated, ops), h_BTD, gate_up_CFD)
         return hidden_BTF
 
@@ -114,18 +116,17 @@ def _products(kernels: Kernels) -> Products:
 
 def _choose(kernels: Kernels, logits_BTE: Array, per_token: int, renormalise: bool) -> tuple[Array, Array]:
     """Weights and indices of each token's experts, both [B, T, A]."""
-    *rows, experts = logits_BTE.shape
 
     def kernel(logits_BTE: Array, interpret: bool = False) -> tuple[Array, ...]:
         chosen = routing.choose(
-            logits_BTE.reshape(-1, experts), experts_per_token=per_token, renormalise=renormalise, interpret=interpret
+            _rows(logits_BTE), experts_per_token=per_token, renormalise=renormalise, interpret=interpret
         )
-        return tuple(array_NA.reshape(*rows, per_token) for array_NA in chosen)
+        return tuple(array_NA.reshape(*logits_BTE.shape[:2], per_token) for array_NA in chosen)
 
     def plain(logits_BTE: Array) -> tuple[Array, Array]:
         return PLAIN.choose(logits_BTE, per_token, renormalise)
 
-    fits = routing.fits_choose(logits_BTE.reshape(-1, experts), per_token)
+    fits = routing.fits_choose(_rows(logits_BTE), per_token)
     weights_BTA, chosen_BTA = kernels.run("experts", fits, kernel, plain, logits_BTE)
     return weights_BTA, chosen_BTA
 
@@ -133,23 +134,18 @@ def _choose(kernels: Kernels, logits_BTE: Array, per_token: int, renormalise: bo
 def _experts(kernels: Kernels, x_BTD: Array, weights_BTA: Array, chosen_BTA: Array, *stacks: Array) -> Array:
     """Each token's weighted sum over its experts, [B, T, D]."""
 
-    def merged(x_BTD: Array, weights_BTA: Array, chosen_BTA: Array) -> list[Array]:
-        return [array.reshape(-1, array.shape[-1]) for array in (x_BTD, weights_BTA, chosen_BTA)]
-
     def kernel(x_BTD: Array, weights_BTA: Array, chosen_BTA: Array, *stacks: Array, interpret: bool = False) -> Array:
-        rows = merged(x_BTD, weights_BTA, chosen_BTA)
+        rows = _rows(x_BTD), _rows(weights_BTA), _rows(chosen_BTA)
         return routed.experts(*rows, *stacks, interpret=interpret).reshape(x_BTD.shape)
 
-    x_ND, weights_NA, _ = merged(x_BTD, weights_BTA, chosen_BTA)
-    fits = routed.fits(x_ND, weights_NA, *stacks)
+    fits = routed.fits(_rows(x_BTD), _rows(weights_BTA), *stacks)
     mixed_BTD: Array = kernels.run("experts", fits, kernel, PLAIN.experts, x_BTD, weights_BTA, chosen_BTA, *stacks)
     return mixed_BTD
 
 
-def _merged(x: Array, weight: Array, rows: tuple[int, ...]) -> tuple[Array, Array]:
-    """x with its rows and its summed axes merged, [M, D], and a weight whose columns come first, [F, D]."""
-    x_MD = x.reshape(prod(rows), -1)
-    return x_MD, weight.reshape(-1, x_MD.shape[1])
+def _rows(x: Array) -> Array:
+    """One row for each token of each sequence."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _attend(
