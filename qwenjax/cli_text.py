@@ -117,7 +117,7 @@ def _load(folder: Path, dtype: str | None) -> Checkpoint:
 
     text, eos = load_text(folder), eos_ids(folder)  # the small files first: their errors come before the long read
     with shown("load", FEW_LINES_S) as progress:
-        config, params = load(folder, dtype or running_dtype(folder), progress=progress)
+        config, params = load(folder, dtype or running_dtype(), progress=progress)
     own = params["embed_tokens"].dtype.name
     if dtype is None and config.dtype not in (None, own):
         why = f"many times faster on a CPU; --dtype {config.dtype} keeps them"

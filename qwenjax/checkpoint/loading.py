@@ -57,13 +57,12 @@ def load(
     return _plain(config), params
 
 
-def running_dtype(source: str | os.PathLike[str]) -> str | None:
+def running_dtype() -> str | None:
     """The dtype to load a checkpoint in to run it here, None for its own: on a CPU 16 bits are widened to float32.
 
     XLA's 16-bit matrix products are more than 20 times slower there (bench/results, JAX 0.10).
     """
-    stated = ModelConfig.from_hf(local_folder(source, SMALL_FILES)).dtype
-    return "float32" if jax.default_backend() == "cpu" and stated != "float32" else None
+    return "float32" if jax.default_backend() == "cpu" else None
 
 
 def _read_config(source: str | os.PathLike[str]) -> ModelConfig:
