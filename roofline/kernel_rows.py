@@ -22,6 +22,7 @@ OTHER = "other"  # the op of a kernel that no named scope and no weight tells
 CACHE = "cache"  # writing keys and values, the one scope that isn't an op of the inventory
 _SCOPES = {op.name: op.scope for op in OPS}
 _LEAVES = {leaf: op.name for op in reversed(OPS) for leaf in op.leaves}
+_OWN = "pallas "  # how the kind of qwenjax's own kernels begins, before the kernel's name
 _BLOCK = "_run_block"  # the function of one layer, whose name stands in the path of whatever it runs
 _NO_KERNEL = frozenset(
     (
@@ -77,6 +78,11 @@ class Kernel:
     @property
     def bytes(self) -> int:
         return self.read_bytes + self.write_bytes
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is one of qwenjax's own kernels."""
+        return self.kind.startswith(_OWN)
 
 
 @dataclass(frozen=True)
@@ -321,7 +327,7 @@ def kind_of(instruction: Instruction, body: Computation | None) -> str:
     """What makes the kernel: "triton gemm", "loop fusion", "cuDNN attention", "copy", "all-reduce"."""
     if instruction.opcode == "custom-call":
         if own := own_name(instruction.op_name):
-            return f"pallas {own}"
+            return f"{_OWN}{own}"
         target = instruction.attribute("custom_call_target") or "?"
         return f"call {target}"
     if body is None:

@@ -100,7 +100,7 @@ def _totals(
 ) -> KernelTotals:
     ideal = sum_rows(count_inventory(job))
     moved = sum(kernel.count * kernel.bytes for kernel in kernels)
-    own_experts = any(kernel.op.startswith("experts_") and kernel.kind.startswith("pallas") for kernel in kernels)
+    own_experts = any(kernel.is_own and kernel.op.startswith("experts_") for kernel in kernels)
     inside = sum(kernel.count for kernel in kernels if kernel.in_layer)
     capacity = job.hardware.usable_memory_bytes
     return KernelTotals(
@@ -113,7 +113,7 @@ def _totals(
         ideal_bytes=ideal["bytes"],
         byte_ratio=moved / ideal["bytes"],
         routed_ideal_bytes=ideal["bytes"] if own_experts else _routed_bytes(job),
-        once_bytes=ideal["bytes"] + _activation_bytes(job),
+        once_bytes=float(ideal["bytes"] + ideal["activation_bytes"] - _inner_bytes(job)),
         temp_bytes=compiled.temp_bytes,
         argument_bytes=compiled.argument_bytes,
         output_bytes=compiled.output_bytes,
@@ -129,12 +129,11 @@ def _totals(
     )
 
 
-def _activation_bytes(job: CompileJob) -> float:
-    """What the ops read and write of activations if none were fused, but attention, whose scores never leave it."""
+def _inner_bytes(job: CompileJob) -> float:
+    """Of the inventory's activations what stays in attention as one op: scores and probabilities, written and read."""
     step, heads = job.step, job.config.num_attention_heads / job.num_devices
     squares = step.batch * heads * step.query_len * step.kv_len * job.config.num_hidden_layers
-    inner = 4 * squares * dtype_bits(job.dtype) / 8  # scores and probabilities, each written and read
-    return float(sum_rows(count_inventory(job))["activation_bytes"] - inner)
+    return float(4 * squares * dtype_bits(job.dtype) / 8)
 
 
 def _routed_bytes(job: CompileJob) -> float:

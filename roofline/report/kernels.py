@@ -117,7 +117,7 @@ def _remarks(report: KernelReport) -> Iterator[str]:
         yield f"Attention leaves out what the mask hides: {quantity(missing, 'FLOP')} of whole squares."
     elif missing > 0:
         yield f"{quantity(missing, 'FLOP')} of the step are in kernels whose work can't be read."
-    own = sum(kernel.count for kernel in kernels if kernel.kind.startswith("pallas"))
+    own = sum(kernel.count for kernel in kernels if kernel.is_own)
     if own:
         yield (
             f"Kernels of qwenjax's own (pallas): {whole(own)}; weights that they choose, cache and their FLOPs are the "
